@@ -1,0 +1,53 @@
+"""zzol_relay: a transactional outbox that publishes right after commit, and a direct path, into Redis Streams."""
+
+from zzol_relay.app import Relay, RelayStatus
+from zzol_relay.core.errors import (
+    BrokerError,
+    BrokerUnavailableError,
+    ConfigurationError,
+    DeadLetterError,
+    EmbeddedServiceError,
+    EventError,
+    InvalidEventError,
+    PayloadTooLargeError,
+    PublishUncertainError,
+    RecordingError,
+    RelayError,
+    SchemaError,
+    SequenceError,
+    UnknownStreamError,
+)
+from zzol_relay.core.events import Event
+from zzol_relay.core.lifecycle import Status
+from zzol_relay.core.observer import Fact, Observer
+from zzol_relay.settings import Settings, Stream
+from zzol_relay.store.outbox import Backlog, OutboxRecord
+from zzol_relay.version import __version__
+
+__all__ = [
+    "Backlog",
+    "BrokerError",
+    "BrokerUnavailableError",
+    "ConfigurationError",
+    "DeadLetterError",
+    "EmbeddedServiceError",
+    "Event",
+    "EventError",
+    "Fact",
+    "InvalidEventError",
+    "Observer",
+    "OutboxRecord",
+    "PayloadTooLargeError",
+    "PublishUncertainError",
+    "RecordingError",
+    "Relay",
+    "RelayError",
+    "RelayStatus",
+    "SchemaError",
+    "SequenceError",
+    "Settings",
+    "Status",
+    "Stream",
+    "UnknownStreamError",
+    "__version__",
+]

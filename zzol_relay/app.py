@@ -1,0 +1,297 @@
+"""The composition root: what a relay is made of, and the order in which it starts and stops."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Self
+
+from sqlalchemy import Connection, Engine
+from sqlalchemy.ext.asyncio import AsyncEngine
+from sqlalchemy.orm import Session
+
+from zzol_relay.core.counters import Counters
+from zzol_relay.core.errors import BrokerUnavailableError, ConfigurationError
+from zzol_relay.core.events import Event
+from zzol_relay.core.observer import Observer, Observers
+from zzol_relay.relay.after_commit import AfterCommit, Settler
+from zzol_relay.relay.circuit import Circuit
+from zzol_relay.relay.dead_letters import DeadLetters
+from zzol_relay.relay.delivery import Delivery
+from zzol_relay.relay.recorder import Recorder
+from zzol_relay.relay.upkeep import Cleanup, Recovery
+from zzol_relay.relay.worker import Worker
+from zzol_relay.scheduler import Daily, Duty, Scheduler
+from zzol_relay.settings import Settings, Stream
+from zzol_relay.store.claims import ClaimStore
+from zzol_relay.store.database import Database
+from zzol_relay.store.dead_letters import DeadLetterStore
+from zzol_relay.store.outbox import Backlog, OutboxStore, OutboxWriter
+from zzol_relay.store.upkeep import Instance, UpkeepStore
+from zzol_relay.streams.keys import stream_keys
+from zzol_relay.streams.publisher import ScriptPublisher
+from zzol_relay.version import __version__
+
+__all__ = ["Relay", "RelayStatus"]
+
+_log = logging.getLogger("zzol_relay")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RelayStatus:
+    """What stands where now. ``loops`` maps each loop of this process to the seconds since it last finished."""
+
+    backlog: Backlog
+    circuit: str
+    loops: dict[str, float]
+    counters: dict[str, int]
+    instances: list[Instance]
+
+
+class Relay:
+    """Relays events from a database's outbox to Redis Streams.
+
+    ::
+
+        relay = Relay(engine, [Stream(name="room", shards=4)], redis_url="redis://…")
+        with relay:
+            with Session(engine) as session, session.begin():
+                session.add(room)
+                relay.record(session, Event(type="room.created", stream="room", aggregate_type="room",
+                                            aggregate_id=room.code, data={"host": "ann"}))
+
+    ``engine`` is the application's ``Engine`` or ``AsyncEngine``, or a URL; the relay derives a small pool of its own
+    from it. ``streams`` are those that this process records to (none for a bare worker). ``settings`` or ``options``
+    (names of ``Settings``) override the environment. ``worker`` says whether the fallback scheduler runs in this
+    process too; any number of processes may run it. Nothing connects before ``start()``, and ``start()`` does not
+    fail because MySQL or Redis is away. One relay belongs to one process: after a fork, make another.
+    """
+
+    def __init__(
+        self,
+        engine: Engine | AsyncEngine | str,
+        streams: Iterable[Stream] = (),
+        *,
+        settings: Settings | None = None,
+        observers: Iterable[Observer] = (),
+        worker: bool = True,
+        name: str | None = None,
+        **options: Any,
+    ) -> None:
+        if settings is not None and options:
+            raise ConfigurationError("give settings or single options, not both")
+        self.settings = settings or Settings.load(**options)
+        self.name = name or f"{socket.gethostname()}:{os.getpid()}"
+        self._id = uuid.uuid4().bytes
+        self._streams = _by_name(streams)
+        self._counters = Counters()
+        self._observers = Observers((self._counters, *observers))
+        self._role = "worker" if worker and not self._streams else "app+worker" if worker else "app"
+        self._state_lock = threading.Lock()
+        self._state = "new"
+        self._wire(engine, worker)
+
+    def _wire(self, engine: Engine | AsyncEngine | str, worker: bool) -> None:
+        settings, observe = self.settings, self._observers
+        self._database = Database(engine, settings, observe)
+        self._store = OutboxStore(self._database)
+        self._claims = ClaimStore(self._database, settings, self.name)
+        self._upkeep = UpkeepStore(self._database, settings)
+        retentions = {
+            key: round(stream.retention * 1000)
+            for stream in self._streams.values()
+            for key in stream_keys(settings.key_prefix, stream.name, stream.shards)
+        }
+        self._publisher = ScriptPublisher(
+            settings.redis_url,
+            timeout=settings.redis_timeout,
+            dedup_window=settings.dedup_window,
+            tail_ttl=settings.tail_ttl,
+            retentions=retentions,
+            observe=observe,
+        )
+        self._circuit = Circuit(
+            self._probe, base=settings.probe_base, cap=settings.probe_cap, observe=observe, on_close=self.wake
+        )
+        delivery = Delivery(self._publisher, self._circuit, settings, observe)
+        settler = Settler(self._claims, self._id, settings, observe)
+        self._after_commit = AfterCommit(
+            delivery, settler, self._store, self._publisher, self._circuit, settings, observe
+        )
+        hybrid = settings.mode == "hybrid"
+        self._recorder = Recorder(
+            self._database,
+            OutboxWriter(self._database.tables, self._id, settings.born_lease if hybrid else 0.0),
+            self._streams,
+            settings,
+            self._publisher.epoch,
+            self._after_commit if hybrid else None,
+            observe,
+        )
+        self._worker = Worker(
+            self._claims, self._store, delivery, self._publisher, self._circuit, settings, observe
+        )
+        self._recovery = Recovery(self._claims, settings, observe)
+        self._cleanup = Cleanup(self._upkeep, settings, self._id, observe)
+        duties = [Duty("heartbeat", self.beat, settings.heartbeat_interval)]
+        daily = []
+        if worker:
+            duties += [
+                Duty("poller", self._worker.run_once, settings.poll_interval),
+                Duty("recovery", self._recovery.run_once, settings.recovery_interval),
+                # At start when overdue, and whenever a day has passed without the daily run.
+                Duty("overdue-cleanup", lambda: self._cleanup.run_once(not_within=25 * 3600.0), 3600.0),
+            ]
+            daily.append(Daily("cleanup", self._cleanup.run_once, settings.cleanup_at, settings.cleanup_timezone))
+        self._scheduler = Scheduler(duties, daily, observe)
+        self.dead_letters = DeadLetters(self._store, DeadLetterStore(self._database), self.wake)
+
+    # -- lifecycle
+
+    def start(self) -> Self:
+        """Start the threads: dispatcher, settler, scheduler. Raises ``ConfigurationError`` when started before."""
+        with self._state_lock:
+            if self._state != "new":
+                raise ConfigurationError(f"this relay is {self._state}; make a new Relay to start again")
+            self._state = "started"
+        try:
+            self._learn()
+        except BrokerUnavailableError as error:
+            self._circuit.open(str(error))
+        if self.settings.mode == "hybrid":
+            self._after_commit.start()
+        self._scheduler.start()
+        _log.info("relay started", extra={"relay": self.name, "role": self._role, "version": __version__})
+        return self
+
+    def stop(self) -> None:
+        """Stop gracefully within ``shutdown_timeout``: no more claims; what is claimed is finished or given back at no
+        cost; what is queued is published and settled. Safe to call twice."""
+        with self._state_lock:
+            if self._state == "stopped":
+                return
+            started, self._state = self._state == "started", "stopped"
+        deadline = time.monotonic() + self.settings.shutdown_timeout
+        self._worker.stop()
+        self._cleanup.stop()
+        if started:
+            if self.settings.mode == "hybrid":
+                self._after_commit.stop(deadline)
+            self._scheduler.stop(max(0.0, deadline - time.monotonic()))
+            self._circuit.stop()
+            try:
+                self._upkeep.leave(self._id)
+            except Exception:
+                _log.warning("could not sign off from relay_instance", exc_info=True)
+        self._publisher.close()
+        self._database.dispose()
+        _log.info("relay stopped", extra={"relay": self.name})
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+
+    # -- recording
+
+    def record(self, target: Session | Connection, event: Event) -> Event:
+        """Record ``event`` in the transaction of ``target``; returns it completed (id, time, sequence).
+
+        ``target`` is a ``Session`` (with an ``AsyncSession``: ``await session.run_sync(relay.record, event)``) or a
+        ``Connection`` of ``begin()``. When the transaction commits, the event is published before ``commit()``
+        returns, as far as ``commit_wait`` allows; when it rolls back, or its savepoint does, nothing is.
+
+        Raises, before anything is written and with the session still usable: ``InvalidEventError``,
+        ``PayloadTooLargeError``, ``UnknownStreamError``, ``SequenceError``, ``RecordingError``.
+        """
+        return self._recorder.record(target, event)
+
+    def record_all(self, target: Session | Connection, events: Iterable[Event]) -> list[Event]:
+        """Record several events; aggregates are locked in sorted order, so that two such calls cannot deadlock.
+
+        Every event is checked before the first is written. Returns them completed, in the given order, which is also
+        their order within each aggregate.
+        """
+        return self._recorder.record_all(target, events)
+
+    def begin(self, engine: Engine) -> AbstractContextManager[Connection]:
+        """A transaction for SQLAlchemy Core: ``with relay.begin(engine) as connection: …; relay.record(connection, e)``.
+
+        Yields the real ``Connection``; commits, or rolls back when the block raises. Core's own ``commit`` event fires
+        before the driver's commit, so it cannot tell when to publish.
+        """
+        return self._recorder.begin(engine)
+
+    # -- running by hand, and looking
+
+    def run_once(self) -> int:
+        """Poll once, now, on this thread; returns how many rows were settled. Needs no ``start()``."""
+        return self._worker.run_once()
+
+    def recover(self) -> int:
+        """Return expired claims to PENDING now; returns how many rows moved."""
+        return self._recovery.run_once()
+
+    def cleanup(self) -> int | None:
+        """Delete settled rows past their retention now; None where another process is at it."""
+        return self._cleanup.run_once(not_within=0.0)
+
+    def wake(self) -> None:
+        """Let the poller of this process run now."""
+        if self._state == "started":
+            self._scheduler.wake("poller")
+
+    def beat(self) -> None:
+        """Write this process's heartbeat."""
+        circuit = "open" if self._circuit.is_open else "closed"
+        counters: dict[str, Any] = dict(self._counters.counts())
+        self._upkeep.beat(self._id, self.name, __version__, self._role, circuit, counters)
+
+    def status(self) -> RelayStatus:
+        """Backlog, circuit, loops, counters and instances. Reads the database."""
+        return RelayStatus(
+            self._store.backlog(),
+            "open" if self._circuit.is_open else "closed",
+            self._counters.beat_ages(),
+            self._counters.counts(),
+            self._upkeep.instances(),
+        )
+
+    @property
+    def streams(self) -> Mapping[str, Stream]:
+        """The declared streams, by name."""
+        return dict(self._streams)
+
+    def observe(self, observer: Observer) -> None:
+        """Add an observer; it hears every later fact."""
+        self._observers.add(observer)
+
+    def _learn(self) -> None:
+        newest: dict[str, str] = {}
+        try:
+            newest = self._store.newest_entries()
+        except Exception:
+            _log.warning("could not read the newest published entries", exc_info=True)
+        self._publisher.learn((), newest)
+
+    def _probe(self) -> None:
+        self._publisher.probe()
+        # Whether Redis is still the same is asked before anything is sent to it.
+        self._learn()
+
+
+def _by_name(streams: Iterable[Stream]) -> dict[str, Stream]:
+    named: dict[str, Stream] = {}
+    for stream in streams:
+        if stream.name in named:
+            raise ConfigurationError(f"stream {stream.name!r} is declared twice")
+        named[stream.name] = stream
+    return named

@@ -1,0 +1,1 @@
+"""Pure decisions: no I/O, no clock, no randomness. Everything here takes its inputs as arguments and returns values."""

@@ -1,0 +1,1 @@
+"""Use cases, where the store meets the streams."""

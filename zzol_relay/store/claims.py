@@ -1,0 +1,347 @@
+"""Claiming, settling, giving back, renewing and recovering outbox rows (Z30, Z32).
+
+Every transition is one guarded UPDATE by primary key: status and claim token stand in its WHERE and the row count is
+checked†, so a worker that lost its claim changes nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from sqlalchemy import Connection, bindparam, case, func, literal, null, select, update
+
+from zzol_relay.core.events import Event
+from zzol_relay.core.lifecycle import Status
+from zzol_relay.core.policy import exhausted
+from zzol_relay.core.sequence import DeadLetterPolicy, Planned, plan_batch
+from zzol_relay.settings import Settings
+from zzol_relay.store.database import Database
+from zzol_relay.store.dialect import seconds_since, utc_after, utc_now
+from zzol_relay.store.outbox import read_predecessors
+from zzol_relay.store.tables import MAX_ERROR
+
+__all__ = ["Claim", "ClaimStore", "ClaimedRow", "Failure", "Recovery"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ClaimedRow:
+    """A row as the delivery needs it. ``age`` is seconds since its creation when it was claimed."""
+
+    id: int
+    event: Event
+    data: bytes | None
+    stream_key: str
+    prev_sequence: int | None
+    retry_count: int
+    replays: int
+    size: int
+    age: float
+
+    @property
+    def event_id(self) -> uuid.UUID:
+        assert self.event.event_id is not None
+        return self.event.event_id
+
+    @property
+    def sequence(self) -> int | None:
+        return self.event.sequence
+
+    @property
+    def aggregate_key(self) -> tuple[str, str, str] | None:
+        if self.event.aggregate_id is None:
+            return None
+        return (self.stream_key, self.event.aggregate_type or "", self.event.aggregate_id)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Claim:
+    """What one claim holds, under a token that is fresh per claim. ``waiting`` rows were put off by the order."""
+
+    token: bytes
+    rows: tuple[Planned[ClaimedRow], ...]
+    waiting: tuple[uuid.UUID, ...]
+    more: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Failure:
+    """An attempt that failed by the row's own fault."""
+
+    id: int
+    error: str
+    retry_count: int
+    delay: float
+    dead: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Recovery:
+    """What one round of recovery moved."""
+
+    recovered: tuple[uuid.UUID, ...]
+    dead: tuple[uuid.UUID, ...]
+
+
+class ClaimStore:
+    """The transitions of claimed rows; each call is one short transaction of the relay's own."""
+
+    def __init__(self, database: Database, settings: Settings, name: str) -> None:
+        self._db = database
+        self._t = database.tables.outbox
+        self._name = name[:64]
+        self._settings = settings
+        self._policy: DeadLetterPolicy = settings.on_dead_letter
+        # Small payloads travel with the claim, large ones are read after it, one batch's worth at a time: a claim of
+        # 500 rows of 256 KiB would otherwise hold 128 MB.
+        self._inline = max(1024, settings.batch_bytes // settings.batch_rows)
+        self._candidates = self._candidate_query()
+
+    def _candidate_query(self) -> Any:
+        t = self._t
+        size = func.length(t.c.payload)
+        return (
+            select(
+                t.c.id, t.c.event_id, t.c.stream_key, t.c.aggregate_type, t.c.aggregate_id, t.c.sequence,
+                t.c.prev_sequence, t.c.event_type, t.c.schema_version,
+                case((size <= self._inline, t.c.payload), else_=null()).label("payload"), size.label("size"),
+                t.c.correlation_id, t.c.causation_id, t.c.traceparent, t.c.occurred_at, t.c.retry_count,
+                t.c.replays, seconds_since(t.c.created_at).label("age"),
+            )
+            .where(t.c.status == Status.PENDING.value, t.c.due_at <= utc_now())
+            # The index's own order (status, due_at, id); for rows never retried it is id order (Z9).
+            .order_by(t.c.due_at, t.c.id)
+            .limit(self._settings.batch_rows)
+            .with_for_update(skip_locked=True)
+        )  # fmt: skip
+
+    def claim(self) -> Claim:
+        """Claim the next batch of due rows whose order is proven (Z35).
+
+        READ COMMITTED, so that no gap is locked and no producer waits. The order proof is a second statement after
+        the locks†: inside the locking SELECT it would read an older snapshot. ``more`` says whether another claim may
+        find more at once.
+        """
+        token = uuid.uuid4().bytes
+        return self._db.run("claim", lambda connection: self._claim(connection, token))
+
+    def _claim(self, connection: Connection, token: bytes) -> Claim:
+        t = self._t
+        rows = [_claimed(row) for row in connection.execute(self._candidates)]
+        if not rows:
+            return Claim(token, (), (), False)
+        ordered = [row.id for row in rows if row.prev_sequence]
+        plan = plan_batch(
+            rows,
+            read_predecessors(connection, t, ordered),
+            self._policy,
+            max_bytes=self._settings.batch_bytes,
+        )
+        if plan.send:
+            connection.execute(
+                update(t)
+                .where(t.c.id.in_([planned.row.id for planned in plan.send]), t.c.status == Status.PENDING.value)
+                .values(
+                    status=Status.IN_PROGRESS.value,
+                    claim_token=token,
+                    claimed_by=self._name,
+                    due_at=utc_after(literal(_micros(self._settings.claim_lease))),
+                    updated_at=utc_now(),
+                )
+            )
+        if plan.wait:
+            connection.execute(
+                update(t)
+                .where(t.c.id.in_([row.id for row in plan.wait]), t.c.status == Status.PENDING.value)
+                .values(due_at=utc_after(literal(_micros(self._settings.blocked_delay))))
+            )
+        more = len(rows) == self._settings.batch_rows or bool(plan.leave)
+        return Claim(token, plan.send, tuple(row.event_id for row in plan.wait), more and bool(plan.send or plan.wait))
+
+    def payloads(self, ids: Sequence[int]) -> dict[int, bytes]:
+        """The payloads that were too large to travel with the claim."""
+        t = self._t
+
+        def read(connection: Connection) -> dict[int, bytes]:
+            return {id_: bytes(data) for id_, data in connection.execute(
+                select(t.c.id, t.c.payload).where(t.c.id.in_(ids)))}  # fmt: skip
+
+        return self._db.run("payloads", read) if ids else {}
+
+    def settle(self, token: bytes, source: Status, entries: Sequence[tuple[int, str]]) -> int:
+        """Mark rows PUBLISHED with their entry ids, in one UPDATE; returns how many were still ours.
+
+        ``source`` is IN_PROGRESS for a claim and PENDING for rows that this process recorded and published itself.
+        """
+        if not entries:
+            return 0
+        t = self._t
+        ids = [id_ for id_, _ in entries]
+        if self._db.is_sqlite:
+            entry_id: Any = case({id_: entry for id_, entry in entries}, value=t.c.id)
+        else:
+            entry_id = func.elt(func.field(t.c.id, *ids), *(entry for _, entry in entries))
+        statement = (
+            update(t)
+            .where(t.c.id.in_(ids), t.c.status == source.value, t.c.claim_token == token)
+            .values(
+                status=Status.PUBLISHED.value,
+                due_at=utc_now(),
+                published_at=utc_now(),
+                updated_at=utc_now(),
+                claim_token=None,
+                stream_entry_id=entry_id,
+            )
+        )
+        return self._db.run("settle", lambda connection: connection.execute(statement).rowcount)
+
+    def give_back(self, token: bytes, ids: Sequence[int], delay: float) -> int:
+        """Return claimed rows to PENDING without costing an attempt†, due after ``delay`` seconds."""
+        if not ids:
+            return 0
+        t = self._t
+        statement = (
+            update(t)
+            .where(t.c.id.in_(ids), t.c.status == Status.IN_PROGRESS.value, t.c.claim_token == token)
+            .values(
+                status=Status.PENDING.value,
+                claim_token=None,
+                claimed_by=None,
+                due_at=utc_after(literal(_micros(delay))),
+                updated_at=utc_now(),
+            )
+        )
+        return self._db.run("give_back", lambda connection: connection.execute(statement).rowcount)
+
+    def fail(self, token: bytes, failures: Sequence[Failure]) -> frozenset[int]:
+        """Count an attempt against each row: PENDING with backoff, or DEAD_LETTER; returns the ids still ours."""
+        t = self._t
+
+        def write(connection: Connection) -> frozenset[int]:
+            kept = set()
+            for failure in failures:
+                result = connection.execute(
+                    update(t)
+                    .where(
+                        t.c.id == failure.id,
+                        t.c.status == Status.IN_PROGRESS.value,
+                        t.c.claim_token == token,
+                        t.c.retry_count == failure.retry_count - 1,
+                    )
+                    .values(
+                        status=Status.DEAD_LETTER.value if failure.dead else Status.PENDING.value,
+                        retry_count=failure.retry_count,
+                        last_error=failure.error[:MAX_ERROR],
+                        claim_token=None,
+                        due_at=utc_after(literal(0 if failure.dead else _micros(failure.delay))),
+                        updated_at=utc_now(),
+                    )
+                )
+                if result.rowcount == 1:
+                    kept.add(failure.id)
+            return frozenset(kept)
+
+        return self._db.run("fail", write) if failures else frozenset()
+
+    def renew(self, token: bytes, ids: Sequence[int]) -> frozenset[int]:
+        """Extend a claim by another lease; returns the ids that are still ours. The others must not be sent."""
+        t = self._t
+
+        def write(connection: Connection) -> frozenset[int]:
+            ours = t.c.id.in_(ids), t.c.status == Status.IN_PROGRESS.value, t.c.claim_token == token
+            result = connection.execute(
+                update(t)
+                .where(*ours)
+                .values(due_at=utc_after(literal(_micros(self._settings.claim_lease))), updated_at=utc_now())
+            )
+            if result.rowcount == len(ids):
+                return frozenset(ids)
+            return frozenset(connection.execute(select(t.c.id).where(*ours)).scalars())
+
+        return self._db.run("renew", write) if ids else frozenset()
+
+    def recover(self, delay_after: Callable[[int], float]) -> Recovery:
+        """Return up to a batch of expired claims to PENDING, each costing an attempt (Z33).
+
+        ``delay_after(retry_count)`` gives the seconds to wait. The UPDATE restates the whole predicate, ``due_at``
+        too†: a claim renewed in between is not taken. An attempt is counted because a row that kills its worker would
+        otherwise crash-loop for ever.
+        """
+        t = self._t
+        expired = (t.c.status == Status.IN_PROGRESS.value, t.c.due_at <= utc_now())
+        dead, recovered = [], []
+
+        def move(connection: Connection) -> Recovery:
+            dead.clear()
+            recovered.clear()
+            rows = connection.execute(
+                select(t.c.id, t.c.event_id, t.c.retry_count)
+                .where(*expired)
+                .order_by(t.c.due_at, t.c.id)
+                .limit(self._settings.batch_rows)
+                .with_for_update(skip_locked=True)
+            ).all()
+            statement = (
+                update(t)
+                .where(t.c.id == bindparam("row_id"), *expired)
+                .values(
+                    status=bindparam("new_status"),
+                    retry_count=bindparam("attempts"),
+                    last_error="the claim expired: its worker died or hung",
+                    claim_token=None,
+                    due_at=utc_after(bindparam("delay")),
+                    updated_at=utc_now(),
+                )
+            )
+            for row in rows:
+                attempts = row.retry_count + 1
+                gone = exhausted(attempts, self._settings.max_attempts)
+                result = connection.execute(
+                    statement,
+                    {
+                        "row_id": row.id,
+                        "new_status": (Status.DEAD_LETTER if gone else Status.PENDING).value,
+                        "attempts": attempts,
+                        "delay": 0 if gone else _micros(delay_after(attempts)),
+                    },
+                )
+                if result.rowcount == 1:
+                    (dead if gone else recovered).append(uuid.UUID(bytes=bytes(row.event_id)))
+            return Recovery(tuple(recovered), tuple(dead))
+
+        return self._db.run("recover", move)
+
+
+def _micros(seconds: float) -> int:
+    return round(seconds * 1e6)
+
+
+def _claimed(row: Any) -> ClaimedRow:
+    occurred: datetime = row.occurred_at
+    event = Event(
+        type=row.event_type,
+        stream="",
+        aggregate_type=row.aggregate_type,
+        aggregate_id=row.aggregate_id,
+        sequence=row.sequence,
+        schema_version=row.schema_version,
+        event_id=uuid.UUID(bytes=bytes(row.event_id)),
+        occurred_at=occurred.replace(tzinfo=UTC),
+        correlation_id=row.correlation_id,
+        causation_id=row.causation_id,
+        traceparent=row.traceparent,
+    )
+    return ClaimedRow(
+        id=row.id,
+        event=event,
+        data=None if row.payload is None else bytes(row.payload),
+        stream_key=row.stream_key,
+        prev_sequence=row.prev_sequence,
+        retry_count=row.retry_count,
+        replays=row.replays,
+        size=row.size,
+        age=float(row.age),
+    )

@@ -1,0 +1,282 @@
+"""Writing outbox rows in the caller's transaction, and reading them for people."""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from sqlalchemy import Connection, Row, bindparam, case, func, literal, select
+from sqlalchemy.dialects import mysql, sqlite
+
+from zzol_relay.core.errors import SequenceError
+from zzol_relay.core.events import Event
+from zzol_relay.core.lifecycle import Status
+from zzol_relay.store.database import Database
+from zzol_relay.store.dialect import seconds_since, utc_after, utc_now
+from zzol_relay.store.tables import Tables
+
+__all__ = ["Backlog", "OutboxRecord", "OutboxStore", "OutboxWriter"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Backlog:
+    """What waits. Ages are seconds, by the database's clock."""
+
+    by_status: dict[str, int]
+    oldest_unpublished_age: float | None
+    last_published_at: datetime | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OutboxRecord:
+    """One outbox row as people see it; ``payload`` is JSON bytes."""
+
+    id: int
+    event_id: uuid.UUID
+    stream_key: str
+    aggregate_type: str | None
+    aggregate_id: str | None
+    sequence: int | None
+    event_type: str
+    schema_version: int
+    status: Status
+    retry_count: int
+    replays: int
+    last_error: str | None
+    claimed_by: str | None
+    correlation_id: str | None
+    causation_id: str | None
+    occurred_at: datetime
+    created_at: datetime
+    updated_at: datetime
+    published_at: datetime | None
+    stream_entry_id: str | None
+    payload: bytes
+
+
+class OutboxWriter:
+    """The statements that ``record()`` runs on the caller's connection.
+
+    They hold no state and open nothing: the caller's transaction decides (Z6, Z21).
+    """
+
+    def __init__(self, tables: Tables, token: bytes, born_lease: float) -> None:
+        self._token = token
+        self._insert = tables.outbox.insert().values(
+            due_at=utc_after(literal(round(born_lease * 1e6))),
+            created_at=utc_now(),
+            updated_at=utc_now(),
+            status=Status.PENDING.value,
+            retry_count=0,
+            replays=0,
+        )
+        self._allocate_mysql = self._allocation_mysql(tables)
+        self._reserve_mysql = self._reservation_mysql(tables)
+        self._allocate_sqlite = self._allocation_sqlite(tables)
+        self._last = select(tables.aggregate.c.last_sequence).where(
+            tables.aggregate.c.stream == bindparam("stream"),
+            tables.aggregate.c.aggregate_type == bindparam("aggregate_type"),
+            tables.aggregate.c.aggregate_id == bindparam("aggregate_id"),
+        )
+        self._put_sqlite = self._put(tables)
+
+    @staticmethod
+    def _allocation_mysql(tables: Tables) -> Any:
+        # One upsert, no SELECT FOR UPDATE: that deadlocks on new aggregates. LAST_INSERT_ID(expr) brings the number
+        # back in the statement's own reply.
+        statement = mysql.insert(tables.aggregate).values(last_sequence=func.last_insert_id(1))
+        return statement.on_duplicate_key_update(
+            last_sequence=func.last_insert_id(tables.aggregate.c.last_sequence + 1)
+        )
+
+    @staticmethod
+    def _reservation_mysql(tables: Tables) -> Any:
+        # The same lock for a number given by the caller; the reply brings the one before it, 0 for a new aggregate.
+        last = tables.aggregate.c.last_sequence
+        given = bindparam("given")
+        statement = mysql.insert(tables.aggregate).values(last_sequence=given + func.last_insert_id(0))
+        return statement.on_duplicate_key_update(
+            last_sequence=case((func.last_insert_id(last) < given, given), else_=last)
+        )
+
+    @staticmethod
+    def _allocation_sqlite(tables: Tables) -> Any:
+        statement = sqlite.insert(tables.aggregate).values(last_sequence=1)
+        return statement.on_conflict_do_update(
+            index_elements=["stream", "aggregate_type", "aggregate_id"],
+            set_={"last_sequence": tables.aggregate.c.last_sequence + 1},
+        ).returning(tables.aggregate.c.last_sequence)
+
+    @staticmethod
+    def _put(tables: Tables) -> Any:
+        statement = sqlite.insert(tables.aggregate)
+        return statement.on_conflict_do_update(
+            index_elements=["stream", "aggregate_type", "aggregate_id"],
+            set_={"last_sequence": statement.excluded.last_sequence},
+        )
+
+    def allocate(self, connection: Connection, event: Event) -> tuple[int, int]:
+        """The event's sequence and the one before it in its aggregate, whose row is then locked to the commit.
+
+        A sequence given by the caller takes the same lock and must be above the last†; raises ``SequenceError``
+        otherwise, having written nothing.
+        """
+        key = {"stream": event.stream, "aggregate_type": event.aggregate_type, "aggregate_id": event.aggregate_id}
+        sqlite_stand_in = connection.dialect.name == "sqlite"
+        if event.sequence is None:
+            if sqlite_stand_in:
+                sequence = int(connection.execute(self._allocate_sqlite, key).scalar_one())
+            else:
+                sequence = int(connection.execute(self._allocate_mysql, key).lastrowid)
+            return sequence, sequence - 1
+        if sqlite_stand_in:
+            last = int(connection.execute(self._last, key).scalar() or 0)
+            if event.sequence > last:
+                connection.execute(self._put_sqlite, {**key, "last_sequence": event.sequence})
+        else:
+            last = int(connection.execute(self._reserve_mysql, {**key, "given": event.sequence}).lastrowid)
+        if event.sequence <= last:
+            raise SequenceError(event.aggregate or "", event.sequence, last)
+        return event.sequence, last
+
+    def insert(
+        self, connection: Connection, event: Event, data: bytes, stream_key: str, prev_sequence: int | None
+    ) -> int:
+        """Insert one completed event as a PENDING row, born leased to this process; returns the row's id."""
+        assert event.event_id is not None and event.occurred_at is not None
+        result = connection.execute(
+            self._insert,
+            {
+                "event_id": event.event_id.bytes,
+                "stream_key": stream_key,
+                "aggregate_type": event.aggregate_type,
+                "aggregate_id": event.aggregate_id,
+                "sequence": event.sequence,
+                "prev_sequence": prev_sequence,
+                "event_type": event.type,
+                "schema_version": event.schema_version,
+                "payload": data,
+                "correlation_id": event.correlation_id,
+                "causation_id": event.causation_id,
+                "traceparent": event.traceparent,
+                "occurred_at": event.occurred_at.astimezone(UTC).replace(tzinfo=None),
+                "claim_token": self._token,
+            },
+        )
+        return int(result.lastrowid)
+
+
+class OutboxStore:
+    """Reads of the outbox for status, tools and the order proof of the after-commit path."""
+
+    def __init__(self, database: Database) -> None:
+        self._db = database
+        self._t = database.tables.outbox
+
+    def predecessors(self, ids: Sequence[int]) -> dict[int, Status]:
+        """The status of the predecessor of each of these rows; a row that has none, or whose is gone, is absent."""
+        return self._db.run("predecessors", lambda connection: read_predecessors(connection, self._t, ids))
+
+    def backlog(self) -> Backlog:
+        """Counts by status, and the age of the oldest unpublished row."""
+        t = self._t
+
+        def read(connection: Connection) -> Backlog:
+            counts = {status.value: 0 for status in Status}
+            for status, number in connection.execute(select(t.c.status, func.count()).group_by(t.c.status)):
+                counts[status] = number
+            oldest = connection.execute(
+                select(func.max(seconds_since(t.c.created_at))).where(
+                    t.c.status.in_([Status.PENDING.value, Status.IN_PROGRESS.value])
+                )
+            ).scalar()
+            last = connection.execute(
+                select(t.c.published_at).where(t.c.status == Status.PUBLISHED.value)
+                .order_by(t.c.status.desc(), t.c.due_at.desc(), t.c.id.desc()).limit(1)
+            ).scalar()  # fmt: skip
+            return Backlog(counts, None if oldest is None else max(0.0, float(oldest)), last)
+
+        return self._db.run("backlog", read)
+
+    def find(self, event_id: uuid.UUID) -> OutboxRecord | None:
+        """The row of an event, or None."""
+
+        def read(connection: Connection) -> OutboxRecord | None:
+            row = connection.execute(select(self._t).where(self._t.c.event_id == event_id.bytes)).first()
+            return None if row is None else _record(row)
+
+        return self._db.run("find", read)
+
+    def list_by_status(self, status: Status, *, limit: int = 100, after: int = 0) -> list[OutboxRecord]:
+        """Rows in ``status``, by id, ``limit`` of them with an id above ``after``."""
+
+        def read(connection: Connection) -> list[OutboxRecord]:
+            t = self._t
+            rows = connection.execute(
+                select(t).where(t.c.status == status.value, t.c.id > after).order_by(t.c.id).limit(limit)
+            )
+            return [_record(row) for row in rows]
+
+        return self._db.run("list", read)
+
+    def newest_entries(self, limit: int = 1000) -> dict[str, str]:
+        """Of the ``limit`` rows settled last: the highest entry id per stream key."""
+
+        def read(connection: Connection) -> dict[str, str]:
+            t = self._t
+            rows = connection.execute(
+                select(t.c.stream_key, t.c.stream_entry_id)
+                .where(t.c.status == Status.PUBLISHED.value)
+                .order_by(t.c.status.desc(), t.c.due_at.desc(), t.c.id.desc())
+                .limit(limit)
+            ).all()
+            return newest_per_key((key, entry) for key, entry in rows if entry)
+
+        return self._db.run("newest_entries", read)
+
+
+def newest_per_key(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """The highest entry id per stream key; entry ids compare as two numbers, not as text."""
+    newest: dict[str, tuple[int, int]] = {}
+    for key, entry in pairs:
+        ms, _, number = entry.partition("-")
+        parsed = (int(ms), int(number or 0))
+        if parsed > newest.get(key, (-1, -1)):
+            newest[key] = parsed
+    return {key: f"{ms}-{number}" for key, (ms, number) in newest.items()}
+
+
+def read_predecessors(connection: Connection, outbox: Any, ids: Sequence[int]) -> dict[int, Status]:
+    """As ``OutboxStore.predecessors``, on the given connection.
+
+    By the unique key of the predecessor, row by row of the primary key: a question for "any earlier event
+    unpublished" over a hot aggregate of 300,000 rows takes 196-358 ms.
+    """
+    if not ids:
+        return {}
+    row, before = outbox.alias("r"), outbox.alias("p")
+    statement = (
+        select(row.c.id, before.c.status)
+        .select_from(
+            row.join(
+                before,
+                (before.c.stream_key == row.c.stream_key)
+                & (before.c.aggregate_type == row.c.aggregate_type)
+                & (before.c.aggregate_id == row.c.aggregate_id)
+                & (before.c.sequence == row.c.prev_sequence),
+            )
+        )
+        .where(row.c.id.in_(ids))
+    )
+    return {id_: Status(status) for id_, status in connection.execute(statement)}
+
+
+def _record(row: Row[Any]) -> OutboxRecord:
+    fields = {name: getattr(row, name) for name in OutboxRecord.__slots__}
+    fields["event_id"] = uuid.UUID(bytes=bytes(row.event_id))
+    fields["status"] = Status(row.status)
+    fields["payload"] = bytes(row.payload)
+    return OutboxRecord(**fields)
