@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from sqlalchemy import Connection, Engine
 from sqlalchemy.ext.asyncio import AsyncEngine
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, scoped_session
 
 from zzol_relay.core.counters import Counters
 from zzol_relay.core.errors import BrokerUnavailableError, ConfigurationError
@@ -202,10 +202,10 @@ class Relay:
 
     # -- recording
 
-    def record(self, target: Session | Connection, event: Event) -> Event:
+    def record(self, target: Session | scoped_session[Session] | Connection, event: Event) -> Event:
         """Record ``event`` in the transaction of ``target``; returns it completed (id, time, sequence).
 
-        ``target`` is a ``Session`` (with an ``AsyncSession``: ``await session.run_sync(relay.record, event)``) or a
+        ``target`` is a ``Session`` or ``scoped_session`` (with an ``AsyncSession``: ``await session.run_sync(relay.record, event)``) or a
         ``Connection`` of ``begin()``. When the transaction commits, the event is published before ``commit()``
         returns, as far as ``commit_wait`` allows; when it rolls back, or its savepoint does, nothing is.
 
@@ -214,7 +214,7 @@ class Relay:
         """
         return self._recorder.record(target, event)
 
-    def record_all(self, target: Session | Connection, events: Iterable[Event]) -> list[Event]:
+    def record_all(self, target: Session | scoped_session[Session] | Connection, events: Iterable[Event]) -> list[Event]:
         """Record several events; aggregates are locked in sorted order, so that two such calls cannot deadlock.
 
         Every event is checked before the first is written. Returns them completed, in the given order, which is also

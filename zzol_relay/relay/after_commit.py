@@ -229,8 +229,10 @@ class AfterCommit:
         ticket = Ticket(len(shipments))
         deadline = now + self._settings.commit_wait
         with self._wake:
-            if self._stopping or self._pending + len(shipments) > self._settings.dispatch_queue:
-                reason = "stopping" if self._stopping else "overflow"
+            # Not alive: never started, stopped, or the child of a fork.
+            stopping = self._stopping or not self._thread.is_alive()
+            if stopping or self._pending + len(shipments) > self._settings.dispatch_queue:
+                reason = "stopping" if stopping else "overflow"
             else:
                 reason = ""
                 self._pending += len(shipments)

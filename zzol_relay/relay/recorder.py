@@ -14,7 +14,8 @@ from weakref import WeakKeyDictionary
 
 from sqlalchemy import Connection, Engine
 from sqlalchemy.engine import URL, make_url
-from sqlalchemy.orm import Session
+from sqlalchemy.exc import UnboundExecutionError
+from sqlalchemy.orm import Session, scoped_session
 from sqlalchemy.util.concurrency import await_, in_greenlet
 
 from zzol_relay.core.errors import RecordingError, UnknownStreamError
@@ -71,17 +72,20 @@ class Recorder:
         self._place = _place(make_url(database.source) if isinstance(database.source, str) else database.source.url)
         self.hook_errors = 0
 
-    def record(self, target: Session | Connection, event: Event) -> Event:
+    def record(self, target: Session | scoped_session[Session] | Connection, event: Event) -> Event:
         """As ``Relay.record``."""
         return self.record_all(target, (event,))[0]
 
-    def record_all(self, target: Session | Connection, events: Iterable[Event]) -> list[Event]:
+    def record_all(self, target: Session | scoped_session[Session] | Connection, events: Iterable[Event]) -> list[Event]:
         """As ``Relay.record_all``."""
         prepared = [self._prepare(event) for event in events]
         if not prepared:
             return []
+        if isinstance(target, scoped_session):
+            target = target()
+        outer = False
         if isinstance(target, Session):
-            connection = self._session_connection(target)
+            connection, outer = self._session_connection(target)
         elif isinstance(target, Connection):
             connection = target
             if connection not in self._connections:
@@ -96,7 +100,7 @@ class Recorder:
             )
         _refuse_autocommit(connection)
         shipments = self._write(connection, prepared)
-        self._note(target, connection, shipments)
+        self._note(target, connection, shipments, outer)
         return [shipment.row.event for shipment in shipments]
 
     @contextmanager
@@ -171,7 +175,9 @@ class Recorder:
             shipments[i] = Shipment(row, data, mode, self._epoch(key) or "")
         return [shipments[i] for i in range(len(prepared))]
 
-    def _note(self, target: Session | Connection, connection: Connection, shipments: list[Shipment]) -> None:
+    def _note(
+        self, target: Session | Connection, connection: Connection, shipments: list[Shipment], outer: bool
+    ) -> None:
         if isinstance(target, Connection):
             unit = self._connections[target]
             for shipment in shipments:
@@ -185,20 +191,26 @@ class Recorder:
         if session_unit is None:
             session_unit = target.info[self] = SessionUnit(target, self.hand_over)
         for shipment in shipments:
-            session_unit.add(target, connection, shipment)
+            session_unit.add(target, shipment, connection if outer else None)
 
-    def _session_connection(self, session: Session) -> Connection:
+    def _session_connection(self, session: Session) -> tuple[Connection, bool]:
+        """The connection of the session's transaction, and whether the session was bound to it from outside."""
         table = self._database.tables.outbox
-        bind = session.get_bind(clause=table)
+        routed = list(getattr(session, "_Session__binds", {}).values())
+        try:
+            bind = session.get_bind(clause=table)
+        except UnboundExecutionError:
+            if not routed:
+                raise RecordingError("this Session has no bind; bind it to the engine of the outbox") from None
+            bind = routed[0]
         self._refuse_elsewhere(bind.engine)
         # Routed by mapper or table, business rows and outbox row could land on two connections: two transactions.
-        for other in getattr(session, "_Session__binds", {}).values():
-            if other.engine is not bind.engine:
-                raise RecordingError(
-                    "this Session routes some of its tables to another engine (binds=…), so that an outbox row would"
-                    " not be in their transaction; use a Session with one bind"
-                )
-        return session.connection(bind_arguments={"clause": table})
+        if any(other is not bind for other in routed):
+            raise RecordingError(
+                "this Session routes tables to several engines (binds=…), so that an outbox row would not be in their"
+                " transaction; use a Session with one bind"
+            )
+        return session.connection(bind_arguments={"bind": bind}), isinstance(bind, Connection)
 
     def _refuse_elsewhere(self, engine: Engine) -> None:
         if _place(engine.url) != self._place:

@@ -35,12 +35,15 @@ class SessionUnit:
         event.listen(session, "after_commit", self._after_commit)
         event.listen(session, "after_transaction_end", self._after_transaction_end)
 
-    def add(self, session: Session, connection: Connection, shipment: Shipment) -> None:
-        """Note a row under the innermost savepoint that is open."""
+    def add(self, session: Session, shipment: Shipment, outer: Connection | None) -> None:
+        """Note a row under the innermost savepoint that is open.
+
+        ``outer`` is the Connection that the session was bound to, where it was: such a session may commit inside an
+        outside transaction that rolls back later.
+        """
         owner = session.get_nested_transaction() or session.get_transaction()
         assert owner is not None
-        # A Session bound to a Connection may commit inside an outside transaction that rolls back later.
-        self._outer = connection if isinstance(session.get_bind(), Connection) else None
+        self._outer = outer
         self._rows.append((owner, shipment))
 
     def _after_commit(self, session: Session) -> None:
