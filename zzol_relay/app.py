@@ -135,9 +135,7 @@ class Relay:
             self._after_commit if hybrid else None,
             observe,
         )
-        self._worker = Worker(
-            self._claims, self._store, delivery, self._publisher, self._circuit, settings, observe
-        )
+        self._worker = Worker(self._claims, self._store, delivery, self._publisher, self._circuit, settings, observe)
         self._recovery = Recovery(self._claims, settings, observe)
         self._cleanup = Cleanup(self._upkeep, settings, self._id, observe)
         duties = [Duty("heartbeat", self.beat, settings.heartbeat_interval)]
@@ -214,7 +212,9 @@ class Relay:
         """
         return self._recorder.record(target, event)
 
-    def record_all(self, target: Session | scoped_session[Session] | Connection, events: Iterable[Event]) -> list[Event]:
+    def record_all(
+        self, target: Session | scoped_session[Session] | Connection, events: Iterable[Event]
+    ) -> list[Event]:
         """Record several events; aggregates are locked in sorted order, so that two such calls cannot deadlock.
 
         Every event is checked before the first is written. Returns them completed, in the given order, which is also

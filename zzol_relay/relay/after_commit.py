@@ -239,9 +239,7 @@ class AfterCommit:
                 self._queue.extend(_Job(shipment, ticket, now, deadline) for shipment in shipments)
                 self._wake.notify()
         if reason:
-            self._observe(
-                Deferred("after_commit", _ids(shipments), "stopping" if reason == "stopping" else "overflow")
-            )
+            self._observe(Deferred("after_commit", _ids(shipments), "stopping" if reason == "stopping" else "overflow"))
             return None
         return ticket
 

@@ -30,7 +30,9 @@ class DeadLetters:
         """One dead letter. Raises ``DeadLetterError`` where the event is none."""
         record = self._store.find(event_id)
         if record is None:
-            raise DeadLetterError(f"event {event_id} is not in the outbox; settled rows are deleted after the retention")
+            raise DeadLetterError(
+                f"event {event_id} is not in the outbox; settled rows are deleted after the retention"
+            )
         if record.status is not Status.DEAD_LETTER:
             raise DeadLetterError(f"event {event_id} is {record.status.value}, not a dead letter")
         return record

@@ -76,7 +76,9 @@ class Recorder:
         """As ``Relay.record``."""
         return self.record_all(target, (event,))[0]
 
-    def record_all(self, target: Session | scoped_session[Session] | Connection, events: Iterable[Event]) -> list[Event]:
+    def record_all(
+        self, target: Session | scoped_session[Session] | Connection, events: Iterable[Event]
+    ) -> list[Event]:
         """As ``Relay.record_all``."""
         prepared = [self._prepare(event) for event in events]
         if not prepared:
@@ -227,7 +229,13 @@ def _lock_order(event: Event) -> tuple[str, str, str]:
 def _place(url: URL) -> tuple[Any, ...]:
     backend = "mysql" if url.get_backend_name() == "mariadb" else url.get_backend_name()
     host = None if backend == "sqlite" else url.host or "localhost"
-    return (backend, host, url.port or (3306 if backend == "mysql" else None), url.database, url.query.get("unix_socket"))
+    return (
+        backend,
+        host,
+        url.port or (3306 if backend == "mysql" else None),
+        url.database,
+        url.query.get("unix_socket"),
+    )
 
 
 def _refuse_autocommit(connection: Connection) -> None:

@@ -55,9 +55,7 @@ class Recovery:
 class Cleanup:
     """Settled rows past their retention, in small transactions, by one process at a time."""
 
-    def __init__(
-        self, upkeep: UpkeepStore, settings: Settings, holder: bytes, observe: Callable[[Fact], None]
-    ) -> None:
+    def __init__(self, upkeep: UpkeepStore, settings: Settings, holder: bytes, observe: Callable[[Fact], None]) -> None:
         self._upkeep = upkeep
         self._settings = settings
         self._holder = holder

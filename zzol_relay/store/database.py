@@ -151,7 +151,8 @@ class Database:
                     raise
                 self._observe(DeadlockRetried(operation))
                 _log.info(
-                    "transaction runs again", extra={"operation": operation, "attempt": attempt, "code": error_code(error)}
+                    "transaction runs again",
+                    extra={"operation": operation, "attempt": attempt, "code": error_code(error)},
                 )
                 time.sleep(self._random.uniform(0.001, 0.01) * attempt)
         raise AssertionError("unreachable")

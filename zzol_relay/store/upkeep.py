@@ -149,7 +149,9 @@ class UpkeepStore:
                 .order_by(t.c.beat_at.desc()).limit(1000)
             )  # fmt: skip
             return [
-                Instance(r.name, r.version, r.role, r.circuit, orjson.loads(r.counters), r.started_at, float(r.beat_age))
+                Instance(
+                    r.name, r.version, r.role, r.circuit, orjson.loads(r.counters), r.started_at, float(r.beat_age)
+                )
                 for r in rows
             ]
 
