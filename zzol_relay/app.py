@@ -203,9 +203,10 @@ class Relay:
     def record(self, target: Session | scoped_session[Session] | Connection, event: Event) -> Event:
         """Record ``event`` in the transaction of ``target``; returns it completed (id, time, sequence).
 
-        ``target`` is a ``Session`` or ``scoped_session`` (with an ``AsyncSession``: ``await session.run_sync(relay.record, event)``) or a
-        ``Connection`` of ``begin()``. When the transaction commits, the event is published before ``commit()``
-        returns, as far as ``commit_wait`` allows; when it rolls back, or its savepoint does, nothing is.
+        ``target`` is a ``Session`` or ``scoped_session`` (with an ``AsyncSession``:
+        ``await session.run_sync(relay.record, event)``) or a ``Connection`` of ``begin()``. When the transaction
+        commits, the event is published before ``commit()`` returns, as far as ``commit_wait`` allows; when it rolls
+        back, or its savepoint does, nothing is.
 
         Raises, before anything is written and with the session still usable: ``InvalidEventError``,
         ``PayloadTooLargeError``, ``UnknownStreamError``, ``SequenceError``, ``RecordingError``.
@@ -223,7 +224,7 @@ class Relay:
         return self._recorder.record_all(target, events)
 
     def begin(self, engine: Engine) -> AbstractContextManager[Connection]:
-        """A transaction for SQLAlchemy Core: ``with relay.begin(engine) as connection: …; relay.record(connection, e)``.
+        """A transaction for SQLAlchemy Core: ``with relay.begin(engine) as conn: …; relay.record(conn, event)``.
 
         Yields the real ``Connection``; commits, or rolls back when the block raises. Core's own ``commit`` event fires
         before the driver's commit, so it cannot tell when to publish.

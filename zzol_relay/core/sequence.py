@@ -105,7 +105,9 @@ def plan_batch(
     sequence order†. A row that has cost an attempt goes alone†, so that one that kills its worker takes no neighbour
     with it. At least one ready row is sent whatever its size; beyond that the batch ends at ``max_bytes``.
     """
-    in_batch = {(row.aggregate_key, row.sequence): row for row in rows if row.aggregate_key is not None}
+    in_batch: dict[tuple[tuple[str, str, str] | None, int | None], R] = {
+        (row.aggregate_key, row.sequence): row for row in rows if row.aggregate_key is not None
+    }
     verdicts: dict[int, Mode | None] = {}
 
     def verdict(row: R) -> Mode | None:

@@ -333,8 +333,8 @@ class AfterCommit:
         for row, _ in (*sent.failed, *sent.impossible):
             # Whether it is the event's own fault is for the poller to count; the immediate path costs no attempt†.
             left.setdefault("error", []).append(by_id[row.id])
-        for reason, kept in left.items():
-            self._finish(kept, reason)
+        for cause, kept in left.items():
+            self._finish(kept, cause)
         return deferred
 
     def _repeat(self, jobs: list[_Job]) -> None:

@@ -120,7 +120,7 @@ class Recorder:
         self.hand_over(unit.take())
 
     def hand_over(self, shipments: list[Shipment]) -> None:
-        """After the commit, with no connection held. Nothing escapes: the rows are safe, the caller's commit is done."""
+        """After the commit, with no connection held. Nothing escapes: the rows are safe, the commit is done."""
         if not shipments:
             return
         try:
@@ -186,7 +186,7 @@ class Recorder:
                 unit.add(shipment)
             return
         if _raw_savepoint(target, connection):
-            # A savepoint opened past the Session: whether it rolls back will not be told. The poller sees what is there.
+            # A savepoint opened past the Session: whether it rolls back is not told. The poller sees what is there.
             self._observe(Deferred("after_commit", tuple(s.row.event_id for s in shipments), "outer"))
             return
         session_unit = target.info.get(self)

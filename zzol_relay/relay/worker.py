@@ -15,7 +15,7 @@ from zzol_relay.core.observer import Claimed, ClaimLost, DeadLettered, Deferred,
 from zzol_relay.core.policy import backoff, exhausted
 from zzol_relay.core.sequence import Planned
 from zzol_relay.relay.circuit import Circuit
-from zzol_relay.relay.delivery import Delivery, Sent, Shipment
+from zzol_relay.relay.delivery import Delivery, Sent, Shipment, WaitReason
 from zzol_relay.settings import Settings
 from zzol_relay.store.claims import Claim, ClaimedRow, ClaimStore, Failure
 from zzol_relay.store.outbox import OutboxStore
@@ -142,10 +142,10 @@ class Worker:
         return kept
 
     def _return_waiting(self, token: bytes, sent: Sent) -> None:
-        by_reason: dict[str, list[ClaimedRow]] = {}
+        by_reason: dict[WaitReason, list[ClaimedRow]] = {}
         for shipment, reason in sent.waiting:
             by_reason.setdefault(reason, []).append(shipment.row)
-        delays = {"order": self._settings.blocked_delay, "shard": self._settings.shard_retry}
+        delays: dict[WaitReason, float] = {"order": self._settings.blocked_delay, "shard": self._settings.shard_retry}
         for reason, rows in by_reason.items():
             self._give_back(token, rows, delays.get(reason, 0.0), reason)
 

@@ -181,7 +181,7 @@ class ClaimStore:
         t = self._t
         ids = [id_ for id_, _ in entries]
         if self._db.is_sqlite:
-            entry_id: Any = case({id_: entry for id_, entry in entries}, value=t.c.id)
+            entry_id: Any = case(dict(entries), value=t.c.id)
         else:
             entry_id = func.elt(func.field(t.c.id, *ids), *(entry for _, entry in entries))
         statement = (
@@ -272,7 +272,8 @@ class ClaimStore:
         """
         t = self._t
         expired = (t.c.status == Status.IN_PROGRESS.value, t.c.due_at <= utc_now())
-        dead, recovered = [], []
+        dead: list[uuid.UUID] = []
+        recovered: list[uuid.UUID] = []
 
         def move(connection: Connection) -> Recovery:
             dead.clear()

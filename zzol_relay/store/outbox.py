@@ -96,7 +96,7 @@ class OutboxWriter:
     def _reservation_mysql(tables: Tables) -> Any:
         # The same lock for a number given by the caller; the reply brings the one before it, 0 for a new aggregate.
         last = tables.aggregate.c.last_sequence
-        given = bindparam("given")
+        given: Any = bindparam("given")
         statement = mysql.insert(tables.aggregate).values(last_sequence=given + func.last_insert_id(0))
         return statement.on_duplicate_key_update(
             last_sequence=case((func.last_insert_id(last) < given, given), else_=last)
@@ -146,7 +146,8 @@ class OutboxWriter:
         self, connection: Connection, event: Event, data: bytes, stream_key: str, prev_sequence: int | None
     ) -> int:
         """Insert one completed event as a PENDING row, born leased to this process; returns the row's id."""
-        assert event.event_id is not None and event.occurred_at is not None
+        assert event.event_id is not None
+        assert event.occurred_at is not None
         result = connection.execute(
             self._insert,
             {

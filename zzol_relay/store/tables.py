@@ -6,6 +6,8 @@ All times are the database's clock, UTC, microseconds. No row is ever claimed, s
 
 from __future__ import annotations
 
+from typing import Any
+
 from sqlalchemy import (
     BigInteger,
     Column,
@@ -28,7 +30,7 @@ __all__ = ["MAX_ERROR", "Tables"]
 MAX_ERROR = 500
 """Characters of ``last_error`` that are kept."""
 
-_OPTIONS = {
+_OPTIONS: dict[str, Any] = {
     "mysql_engine": "InnoDB",
     "mysql_charset": "utf8mb4",
     "mariadb_engine": "InnoDB",

@@ -52,7 +52,8 @@ def connect(url: str, *, timeout: float, max_connections: int = 8, on_connect: O
         manager = redis.sentinel.Sentinel(
             hosts, sentinel_kwargs={"socket_timeout": timeout, "socket_connect_timeout": timeout}
         )
-        return manager.master_for(service, **extra, **options)
+        client: redis.Redis = manager.master_for(service, **extra, **options)
+        return client
     return redis.Redis.from_url(_checked(url), maint_notifications_config=_no_notifications(), **options)
 
 
