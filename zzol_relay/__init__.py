@@ -22,6 +22,7 @@ from zzol_relay.core.lifecycle import Status
 from zzol_relay.core.observer import Fact, Observer
 from zzol_relay.settings import Settings, Stream
 from zzol_relay.store.outbox import Backlog, OutboxRecord
+from zzol_relay.streams.tail import Entry, Listener, Tail
 from zzol_relay.version import __version__
 
 __all__ = [
@@ -31,10 +32,12 @@ __all__ = [
     "ConfigurationError",
     "DeadLetterError",
     "EmbeddedServiceError",
+    "Entry",
     "Event",
     "EventError",
     "Fact",
     "InvalidEventError",
+    "Listener",
     "Observer",
     "OutboxRecord",
     "PayloadTooLargeError",
@@ -48,6 +51,7 @@ __all__ = [
     "Settings",
     "Status",
     "Stream",
+    "Tail",
     "UnknownStreamError",
     "__version__",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 import os
@@ -9,6 +10,7 @@ import socket
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Self
@@ -18,14 +20,14 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.orm import Session, scoped_session
 
 from zzol_relay.core.counters import Counters
-from zzol_relay.core.errors import BrokerUnavailableError, ConfigurationError
+from zzol_relay.core.errors import BrokerUnavailableError, ConfigurationError, UnknownStreamError
 from zzol_relay.core.events import Event
 from zzol_relay.core.observer import Observer, Observers
 from zzol_relay.relay.after_commit import AfterCommit, Settler
 from zzol_relay.relay.circuit import Circuit
 from zzol_relay.relay.dead_letters import DeadLetters
 from zzol_relay.relay.delivery import Delivery
-from zzol_relay.relay.recorder import Recorder
+from zzol_relay.relay.recorder import Recorder, complete
 from zzol_relay.relay.upkeep import Cleanup, Recovery
 from zzol_relay.relay.worker import Worker
 from zzol_relay.scheduler import Daily, Duty, Scheduler
@@ -35,8 +37,10 @@ from zzol_relay.store.database import Database
 from zzol_relay.store.dead_letters import DeadLetterStore
 from zzol_relay.store.outbox import Backlog, OutboxStore, OutboxWriter
 from zzol_relay.store.upkeep import Instance, UpkeepStore
+from zzol_relay.streams.direct import DirectPublisher
 from zzol_relay.streams.keys import stream_keys
 from zzol_relay.streams.publisher import ScriptPublisher
+from zzol_relay.streams.tail import Listener, Tail
 from zzol_relay.version import __version__
 
 __all__ = ["Relay", "RelayStatus"]
@@ -71,7 +75,8 @@ class Relay:
     from it. ``streams`` are those that this process records to (none for a bare worker). ``settings`` or ``options``
     (names of ``Settings``) override the environment. ``worker`` says whether the fallback scheduler runs in this
     process too; any number of processes may run it. Nothing connects before ``start()``, and ``start()`` does not
-    fail because MySQL or Redis is away. One relay belongs to one process: after a fork, make another.
+    fail because MySQL or Redis is away. One relay belongs to one process: after a fork, make another. In asyncio use
+    ``async with relay``; ``record()`` and ``commit()`` of a synchronous session then belong in ``asyncio.to_thread``.
     """
 
     def __init__(
@@ -149,6 +154,8 @@ class Relay:
             ]
             daily.append(Daily("cleanup", self._cleanup.run_once, settings.cleanup_at, settings.cleanup_timezone))
         self._scheduler = Scheduler(duties, daily, observe)
+        self._direct = DirectPublisher(settings, self._streams, complete, observe)
+        self._tails: weakref.WeakSet[Tail] = weakref.WeakSet()
         self.dead_letters = DeadLetters(self._store, DeadLetterStore(self._database), self.wake)
 
     # -- lifecycle
@@ -198,6 +205,17 @@ class Relay:
     def __exit__(self, *exc_info: object) -> None:
         self.stop()
 
+    async def __aenter__(self) -> Self:
+        await asyncio.to_thread(self.start)
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        """Stop the tails, send what ``publish`` has queued, then ``stop()``; the event loop is never blocked."""
+        for tail in tuple(self._tails):
+            await tail.stop()
+        await self._direct.close()
+        await asyncio.to_thread(self.stop)
+
     # -- recording
 
     def record(self, target: Session | scoped_session[Session] | Connection, event: Event) -> Event:
@@ -230,6 +248,33 @@ class Relay:
         before the driver's commit, so it cannot tell when to publish.
         """
         return self._recorder.begin(engine)
+
+    # -- the direct path, and reading (asyncio)
+
+    async def publish(self, event: Event) -> str:
+        """Publish an event that belongs to no database change, past the database; returns its entry id (Z20).
+
+        At most once. Raises ``EventError`` before anything is sent; ``BrokerUnavailableError`` when nothing was
+        written, within ``redis_timeout``; ``PublishUncertainError`` when the reply was lost; ``BrokerError`` when
+        Redis refused this event. Calls on one stream and aggregate keep their order. For one event loop per relay.
+        """
+        return await self._direct.publish(event)
+
+    def publish_soon(self, event: Event) -> Event:
+        """As ``publish``, without waiting: returns the completed event; a later failure is only logged."""
+        return self._direct.publish_soon(event)
+
+    def tail(self, stream: str, *listeners: Listener) -> Tail:
+        """A reader of the live end of ``stream``: ``async with relay.tail("room", listener):``, or its ``start()`` and
+        ``stop()``. ``listener(stream, entries)`` is called on the event loop with each batch of one shard, in order.
+
+        Raises ``UnknownStreamError``. Listeners that want the same stream share one tail (``tail.add``).
+        """
+        if stream not in self._streams:
+            raise UnknownStreamError(stream, tuple(self._streams))
+        tail = Tail(self.settings, self._streams[stream], listeners, self._observers)
+        self._tails.add(tail)
+        return tail
 
     # -- running by hand, and looking
 

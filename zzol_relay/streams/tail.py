@@ -117,6 +117,9 @@ class Entry:
         return self.fields.get(name, b"").decode(errors="replace")
 
 
+_running: set[Tail] = set()
+"""Started tails: a task that nobody refers to may be collected in silence."""
+
 Listener = Callable[[str, Sequence[Entry]], None]
 """Called on the event loop with the stream's name and what one read brought of one shard, in order. Must be quick."""
 
@@ -165,6 +168,7 @@ class Tail:
         too; reading then begins, once Redis is there, at the time of this call by Redis's clock.
         """
         if not self._tasks:
+            _running.add(self)
             await asyncio.gather(*(reader.resolve() for reader in self._readers))
             self._tasks = [
                 asyncio.create_task(reader.run(), name=f"zzol-relay-tail-{reader.key}") for reader in self._readers
@@ -173,6 +177,7 @@ class Tail:
 
     async def stop(self) -> None:
         """Stop reading; no listener is called any more when this returns. Safe to call twice."""
+        _running.discard(self)
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()
