@@ -295,6 +295,10 @@ class Relay:
         if self._state == "started":
             self._scheduler.wake("poller")
 
+    def ping_redis(self) -> None:
+        """Ask Redis for a sign of life, now; raises ``BrokerUnavailableError``."""
+        self._publisher.probe()
+
     def beat(self) -> None:
         """Write this process's heartbeat."""
         circuit = "open" if self._circuit.is_open else "closed"

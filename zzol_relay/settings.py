@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import zoneinfo
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
@@ -23,6 +23,9 @@ __all__ = ["ENV_PREFIX", "Settings", "Stream", "mask_url"]
 
 ENV_PREFIX = "ZZOL_"
 
+_PASSWORD = re.compile(r"(://[^:/?#@\s]*:)[^\s'\"]*@")
+_QUERY_PASSWORD = re.compile(r"([?&]\w*pass(?:word|wd)=)[^&\s'\"]*", re.IGNORECASE)
+
 Seconds = Annotated[float, Meta(gt=0)]
 Count = Annotated[int, Meta(gt=0)]
 KeyPrefix = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,31}$")]
@@ -31,13 +34,13 @@ SchemaName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_$-]{0,63}$")]
 TimeOfDay = Annotated[str, Meta(pattern=r"^([01][0-9]|2[0-3]):[0-5][0-9]$")]
 
 
-def mask_url(url: str) -> str:
-    """``url`` with its password, if any, replaced by ``***``."""
-    parts = urlsplit(url)
-    if parts.password is None:
-        return url
-    userinfo, _, host = parts.netloc.rpartition("@")
-    return parts._replace(netloc=f"{userinfo.partition(':')[0]}:***@{host}").geturl()
+def mask_url(text: str) -> str:
+    """``text`` with the passwords of all URLs in it replaced by ``***``.
+
+    Works on text rather than a parsed URL: one with an unescaped ``/``, ``#`` or ``@`` in its password parses wrongly,
+    and must not show it.
+    """
+    return _QUERY_PASSWORD.sub(r"\1***", _PASSWORD.sub(r"\1***@", text))
 
 
 class Stream(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,59 @@
+"""The fallback worker as a process of its own."""
+
+from __future__ import annotations
+
+import logging
+import signal
+
+import typer
+from sqlalchemy.exc import SQLAlchemyError
+
+from zzol_relay.cli.context import make_relay, options_of
+from zzol_relay.cli.failures import explain
+from zzol_relay.core.errors import SchemaError
+from zzol_relay.settings import Settings
+from zzol_relay.store.migrate import schema_fits
+
+__all__ = ["worker"]
+
+_log = logging.getLogger("zzol_relay.cli")
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def worker(context: typer.Context) -> None:
+    """Publish what the outbox holds, recover expired claims, and clean up daily, until SIGTERM or SIGINT.
+
+    On the first signal it claims no more, finishes or gives back what it holds, and ends within 10 s with exit code
+    0; a second one ends it at once. Any number of workers may run. It starts and goes on without the database or
+    Redis, and works as soon as they are back; only missing tables end it (exit code 4).
+    """
+    options = options_of(context)
+    options.start_logging("info")
+    relay = make_relay(options.settings)
+    # Waited for below instead of handled: a handler could interrupt this thread anywhere. Threads inherit the mask.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        _check_schema(options.settings)
+        relay.start()
+        received = signal.sigwait(_SIGNALS)
+        _log.info("stopping", extra={"signal": signal.Signals(received).name})
+        _die_of_the_next_signal()
+    finally:
+        relay.stop()
+
+
+def _check_schema(settings: Settings) -> None:
+    try:
+        fits = schema_fits(settings.database_url, settings)
+    except SQLAlchemyError as error:
+        _log.warning("the database cannot be reached yet", extra={"error": explain(error)[1]})
+        return
+    if not fits:
+        raise SchemaError("the relay's tables are missing or too old; run 'zzol-relay migrate'")
+
+
+def _die_of_the_next_signal() -> None:
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
