@@ -23,7 +23,7 @@ app = typer.Typer(
 )
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-EventIds = Annotated[list[uuid.UUID], typer.Argument(metavar="ID...", show_default=False)]
+EventIds = Annotated[list[uuid.UUID], typer.Argument(metavar="ID", show_default=False)]
 
 
 @app.command("list")

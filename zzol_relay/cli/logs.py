@@ -21,6 +21,8 @@ def configure(level: str, *, json: bool) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if json else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    # Says at INFO, whenever a revision is looked up, which database it is about to ask.
+    logging.getLogger("alembic.runtime.migration").setLevel(logging.WARNING)
 
 
 class JsonFormatter(logging.Formatter):

@@ -25,7 +25,6 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, Engine, text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-import zzol_relay
 from zzol_relay.core.errors import SchemaError
 from zzol_relay.settings import Settings
 from zzol_relay.store.database import Database
@@ -149,6 +148,6 @@ def _scripts() -> ScriptDirectory:
 
 
 def _location() -> Path:
-    package = Path(zzol_relay.__file__).parent
+    package = Path(__file__).parents[1]
     shipped = package / "_migrations"
     return shipped if shipped.is_dir() else package.parent / "migrations" / "relay"
