@@ -1,0 +1,1 @@
+"""Benchmarks and simulated players. Runs from a checkout; not part of the wheel."""
