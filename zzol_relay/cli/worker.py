@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
+import threading
 
 import typer
 from sqlalchemy.exc import SQLAlchemyError
 
 from zzol_relay.cli.context import make_relay, options_of
-from zzol_relay.cli.failures import explain
+from zzol_relay.cli.failures import Exit, explain
 from zzol_relay.core.errors import SchemaError
 from zzol_relay.settings import Settings
 from zzol_relay.store.migrate import schema_fits
@@ -19,13 +21,14 @@ __all__ = ["worker"]
 _log = logging.getLogger("zzol_relay.cli")
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_STOP_WITHIN = 9.5
 
 
 def worker(context: typer.Context) -> None:
     """Publish what the outbox holds, recover expired claims, and clean up daily, until SIGTERM or SIGINT.
 
-    On the first signal it claims no more, finishes or gives back what it holds, and ends within 10 s with exit code
-    0; a second one ends it at once. Any number of workers may run. It starts and goes on without the database or
+    On the first signal it claims no more, finishes or gives back what it holds, and ends with exit code 0; where that
+    takes 10 s, because the database hangs, say, it ends with 1. A second signal ends it at once. Any number of workers may run. It starts and goes on without the database or
     Redis, and works as soon as they are back; only missing tables end it (exit code 4).
     """
     options = options_of(context)
@@ -39,6 +42,7 @@ def worker(context: typer.Context) -> None:
         received = signal.sigwait(_SIGNALS)
         _log.info("stopping", extra={"signal": signal.Signals(received).name})
         _die_of_the_next_signal()
+        _die_when_late()
     finally:
         relay.stop()
 
@@ -57,3 +61,13 @@ def _die_of_the_next_signal() -> None:
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+
+
+def _die_when_late() -> None:
+    def die() -> None:
+        _log.error("could not stop in time; what is held is recovered when its claims run out")
+        os._exit(Exit.FAILED)
+
+    timer = threading.Timer(_STOP_WITHIN, die)
+    timer.daemon = True
+    timer.start()
