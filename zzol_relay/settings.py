@@ -12,7 +12,7 @@ import re
 import zoneinfo
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -53,6 +53,14 @@ class Stream(msgspec.Struct, frozen=True, kw_only=True):
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
     shards: Annotated[int, Meta(ge=1, le=1024)] = 1
     retention: Annotated[float, Meta(ge=0)] = 600.0
+
+    def __post_init__(self) -> None:
+        # msgspec checks what it converts, not what is constructed.
+        for name, kind in get_type_hints(type(self), include_extras=True).items():
+            try:
+                msgspec.convert(getattr(self, name), kind)
+            except msgspec.ValidationError as error:
+                raise ConfigurationError(f"stream {self.name!r}: {name}: {error}") from None
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
