@@ -4,6 +4,8 @@ A missing service skips on a laptop and fails where ``CI=true``; MySQL 9 alone m
 summary says whether it ran.
 """
 
+# ruff: noqa: E402
+
 from __future__ import annotations
 
 import os
@@ -18,8 +20,10 @@ import redis
 from sqlalchemy import Engine, create_engine
 from sqlalchemy.pool import NullPool
 
-# So that ``tests.support`` is found however pytest was called.
-sys.path[:0] = [root for root in (str(Path(__file__).resolve().parents[1]),) if root not in sys.path]
+# ``tests.support`` is to be found however pytest was called.
+_ROOT = str(Path(__file__).resolve().parents[1])
+if _ROOT not in sys.path:
+    sys.path.insert(0, _ROOT)
 
 from tests.support.facts import Facts
 from tests.support.mysql9 import DEFAULT_ROOT, ChrootMySQL, why_not
@@ -270,7 +274,13 @@ class RelayUnderTest(Relay):
 
 
 @pytest.fixture
-def make_relay(redis_server: RedisServer, _relays: _Relays) -> Callable[..., RelayUnderTest]:
+def facts() -> Facts:
+    """What all relays of the test announced, together."""
+    return Facts()
+
+
+@pytest.fixture
+def make_relay(redis_server: RedisServer, _relays: _Relays, facts: Facts) -> Callable[..., RelayUnderTest]:
     """``make_relay(engine, streams=…, start=True, **options) -> Relay``, stopped at the end of the test.
 
     ``options`` are settings, over ``FAST`` and the test's Redis, or ``worker``, ``name`` and ``observers`` of
@@ -288,12 +298,12 @@ def make_relay(redis_server: RedisServer, _relays: _Relays) -> Callable[..., Rel
         name: str | None = None,
         **options: Any,
     ) -> RelayUnderTest:
-        facts = Facts()
+        own = Facts()
         settings = Settings.load({}, **{"redis_url": redis_server.url, **FAST, **options})
         relay = RelayUnderTest(
-            engine, streams, settings=settings, observers=(facts, *observers), worker=worker, name=name
+            engine, streams, settings=settings, observers=(own, facts, *observers), worker=worker, name=name
         )
-        relay.facts = facts
+        relay.facts = own
         _relays.made.append(relay)
         if start:
             relay.start()

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
-from zzol_relay.core.observer import Fact
+from zzol_relay.core.observer import Fact, LoopBeat
 
 __all__ = ["Facts"]
 
@@ -43,7 +43,7 @@ class Facts:
     @overload
     def wait_for(self, wanted: type[T], timeout: float = 10.0, count: int = 1) -> list[T]: ...
     @overload
-    def wait_for(self, wanted: Callable[[Any], object], timeout: float = 10.0, count: int = 1) -> list[Fact]: ...
+    def wait_for(self, wanted: Callable[[Any], object], timeout: float = 10.0, count: int = 1) -> list[Any]: ...
     def wait_for(self, wanted: Any, timeout: float = 10.0, count: int = 1) -> list[Any]:
         """Wait until ``count`` facts of the type ``wanted``, or that the predicate ``wanted`` accepts, were heard since
         the last ``clear()``; returns them. Fails the test after ``timeout`` seconds.
@@ -65,3 +65,22 @@ class Facts:
                     )
                 self._news.wait(left)
         return matching
+
+    def wait_until(self, condition: Callable[[], object], timeout: float = 15.0) -> None:
+        """Wait until ``condition()`` holds, asked again after each fact. Fails the test after ``timeout`` seconds."""
+        deadline = time.monotonic() + timeout
+        while True:
+            with self._news:
+                heard = len(self._facts)
+            if condition():
+                return
+            with self._news:
+                self._news.wait_for(lambda heard=heard: len(self._facts) != heard, max(0.0, deadline - time.monotonic()))
+                if time.monotonic() >= deadline:
+                    last = "\n".join(f"  {fact}" for fact in self._facts[-20:])
+                    raise AssertionError(f"not within {timeout:g} s; the last facts:\n{last}")
+
+    def wait_for_beats(self, loop: str, count: int) -> None:
+        """Wait until a loop has finished ``count`` more rounds."""
+        already = sum(1 for beat in self.of(LoopBeat) if beat.loop == loop)
+        self.wait_for(lambda fact: isinstance(fact, LoopBeat) and fact.loop == loop, count=already + count)
