@@ -198,7 +198,7 @@ class Recorder:
     def _session_connection(self, session: Session) -> tuple[Connection, bool]:
         """The connection of the session's transaction, and whether the session was bound to it from outside."""
         table = self._database.tables.outbox
-        routed = list(getattr(session, "_Session__binds", {}).values())
+        routed = list(session.binds.values())
         try:
             bind = session.get_bind(clause=table)
         except UnboundExecutionError:

@@ -75,6 +75,7 @@ class ConnectionUnit:
 
     def __init__(self, connection: Connection) -> None:
         self._savepoints: list[str] = []
+        self._opened = 0
         self._rows: list[tuple[int, Shipment]] = []
         event.listen(connection, "savepoint", self._savepoint)
         event.listen(connection, "rollback_savepoint", self._rollback_savepoint)
@@ -90,8 +91,10 @@ class ConnectionUnit:
         self._rows = []
         return rows
 
-    def _savepoint(self, connection: Connection, name: str) -> None:
-        self._savepoints.append(name)
+    def _savepoint(self, connection: Connection, name: str | None) -> None:
+        # The event fires before SQLAlchemy has numbered an unnamed savepoint; it counts them per connection.
+        self._opened += 1
+        self._savepoints.append(name or f"sa_savepoint_{self._opened}")
 
     def _rollback_savepoint(self, connection: Connection, name: str, context: Any) -> None:
         depth = self._close(name)

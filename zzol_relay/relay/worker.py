@@ -124,6 +124,8 @@ class Worker:
             elif data is not None:
                 shipments.append(Shipment(row, data, planned.mode, epoch))
         self._give_back(token, unproven, 0.0, "epoch")
+        if not shipments:
+            return 0
         sent = self._delivery.send(shipments, "poller")
         self._return_waiting(token, sent)
         self._fail(token, sent)

@@ -30,6 +30,8 @@ _log = logging.getLogger("zzol_relay.tail")
 
 _BATCH = 500
 _BLOCK = 2.0
+# Players watch: whoever waits to reconnect costs more than an attempt does.
+_LONGEST_PAUSE = 0.5
 
 
 class Entry:
@@ -217,7 +219,7 @@ class _Reader:
         self.position = ""
         self._timeout = settings.redis_timeout
         self._base = settings.probe_base
-        self._cap = settings.probe_cap
+        self._cap = min(settings.probe_cap, _LONGEST_PAUSE)
         self._deliver = deliver
         self._observe = observe
         self._client = connect_async(settings.redis_url, timeout=None, max_connections=1)
