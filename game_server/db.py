@@ -7,8 +7,9 @@ import secrets
 import time
 import uuid
 from datetime import UTC, datetime
+from typing import Any, cast
 
-from sqlalchemy import DateTime, Engine, String, create_engine, event
+from sqlalchemy import CursorResult, DateTime, Engine, String, create_engine, event, update
 from sqlalchemy.dialects import mysql
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
@@ -16,7 +17,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 from game_server.rooms import ALPHABET, CODE_LENGTH
 from zzol_relay import Event, Relay
 
-__all__ = ["Base", "GameRoom", "NewRoom", "create_room", "create_tables", "make_code", "make_engine"]
+__all__ = ["Base", "GameRoom", "NewRoom", "create_room", "create_tables", "make_code", "make_engine", "start_room"]
 
 
 class Base(DeclarativeBase):
@@ -31,6 +32,7 @@ class GameRoom(Base):
 
     code: Mapped[str] = mapped_column(String(CODE_LENGTH), primary_key=True)
     host: Mapped[str] = mapped_column(String(10))
+    state: Mapped[str] = mapped_column(String(12))
     created_at: Mapped[datetime] = mapped_column(DateTime().with_variant(mysql.DATETIME(fsp=6), "mysql", "mariadb"))
 
 
@@ -71,19 +73,33 @@ def create_room(engine: Engine, relay: Relay, host: str, code: str) -> NewRoom |
         event.listen(session, "after_commit", lambda _: moment.append(time.time() * 1000))
         try:
             with session.begin():
-                session.add(GameRoom(code=code, host=host, created_at=datetime.now(UTC).replace(tzinfo=None)))
-                session.flush()
-                recorded = relay.record(
-                    session,
-                    Event(
-                        type="room.created",
-                        stream="room",
-                        aggregate_type="room",
-                        aggregate_id=code,
-                        data={"host": host},
-                    ),
+                session.add(
+                    GameRoom(code=code, host=host, state="READY", created_at=datetime.now(UTC).replace(tzinfo=None))
                 )
+                session.flush()
+                recorded = relay.record(session, _event("room.created", code, {"host": host}))
         except IntegrityError:
             return None
     assert recorded.event_id is not None
     return NewRoom(code, recorded.event_id, moment[0])
+
+
+def start_room(engine: Engine, relay: Relay, code: str) -> float | None:
+    """READY → PLAYING, in the row and as an event; returns when it was committed, None where the state forbids it.
+
+    Blocks and raises as ``create_room`` does.
+    """
+    moment: list[float] = []
+    with Session(engine) as session:
+        event.listen(session, "after_commit", lambda _: moment.append(time.time() * 1000))
+        with session.begin():
+            ready = update(GameRoom).where(GameRoom.code == code, GameRoom.state == "READY")
+            changed = session.execute(ready.values(state="PLAYING"), execution_options={"synchronize_session": False})
+            if cast("CursorResult[Any]", changed).rowcount != 1:
+                return None
+            relay.record(session, _event("room.started", code, {}))
+    return moment[0]
+
+
+def _event(kind: str, code: str, data: dict[str, object]) -> Event:
+    return Event(type=kind, stream="room", aggregate_type="room", aggregate_id=code, data=data)

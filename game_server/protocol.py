@@ -1,7 +1,8 @@
 """What clients and server say to each other: one JSON object a frame, told apart by ``op``.
 
-Client: ``create``, ``join``, ``tap``. Server: ``created`` and ``joined`` answer the first two, ``error`` refuses any of
-them, and ``event`` carries one entry of the room's stream. A ``ref`` given by the client comes back in the answer.
+Client: ``create``, ``join``, ``start``, ``tap``. Server: ``created``, ``joined`` and ``started`` answer the first
+three, ``error`` refuses any of them, and ``event`` carries one entry of the room's stream. A ``ref`` given by the
+client comes back in the answer.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ __all__ = [
     "ProtocolError",
     "Refused",
     "ServerMessage",
+    "Start",
+    "Started",
     "Tap",
     "decode",
     "encode",
@@ -50,6 +53,12 @@ class Join(msgspec.Struct, frozen=True, tag_field="op", tag="join", forbid_unkno
 
     room: Code
     name: Name
+    ref: Ref | None = None
+
+
+class Start(msgspec.Struct, frozen=True, tag_field="op", tag="start", forbid_unknown_fields=True):
+    """The host begins the game: READY → PLAYING."""
+
     ref: Ref | None = None
 
 
@@ -81,6 +90,14 @@ class Joined(msgspec.Struct, frozen=True, tag_field="op", tag="joined"):
     ref: int | None = None
 
 
+class Started(msgspec.Struct, frozen=True, tag_field="op", tag="started"):
+    """The change is committed; its event comes like all others. ``committed_at`` as in ``Created``."""
+
+    room: str
+    committed_at: float
+    ref: int | None = None
+
+
 class Refused(msgspec.Struct, frozen=True, tag_field="op", tag="error"):
     """``code`` is for programs: invalid, rate, room, name, full, unavailable, uncertain, internal."""
 
@@ -100,8 +117,8 @@ class EventFrame(msgspec.Struct, frozen=True, tag_field="op", tag="event"):
     sequence: int | None = None
 
 
-ClientMessage = Create | Join | Tap
-ServerMessage = Created | Joined | Refused | EventFrame
+ClientMessage = Create | Join | Start | Tap
+ServerMessage = Created | Joined | Started | Refused | EventFrame
 
 _decoder = msgspec.json.Decoder(ClientMessage)
 _encoder = msgspec.json.Encoder()

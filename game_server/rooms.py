@@ -48,12 +48,16 @@ class _PlayerData(msgspec.Struct, frozen=True):
 
 @dataclasses.dataclass(slots=True)
 class Room:
-    """One room. ``players`` are in order of arrival; the first is the host. ``taps`` counts each player's."""
+    """One room. ``players`` are in order of arrival; the first is the host. ``taps`` counts each player's.
+
+    ``started``: READY until then, PLAYING from then on.
+    """
 
     code: str
     created: Entry
     players: list[str]
     taps: dict[str, int]
+    started: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,7 +65,7 @@ class Applied:
     """What an entry did. ``refused`` tells why a join changed nothing; without it the entry is part of the room."""
 
     room: Room
-    kind: Literal["created", "joined", "left", "tap"]
+    kind: Literal["created", "joined", "started", "left", "tap"]
     player: str
     refused: Reason | None = None
 
@@ -111,8 +115,11 @@ class Rooms:
 
     def _later(self, code: str, entry: Entry) -> Applied | None:
         room = self._rooms.get(code)
-        if room is None or entry.type not in ("room.joined", "room.left", "tap"):
+        if room is None or entry.type not in ("room.joined", "room.started", "room.left", "tap"):
             return None
+        if entry.type == "room.started":
+            room.started = True
+            return Applied(room, "started", "")
         data = msgspec.json.decode(entry.data, type=_PlayerData)
         player = data.player
         if entry.type == "room.joined":

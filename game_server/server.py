@@ -22,7 +22,7 @@ from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
-from game_server.db import create_room, make_code
+from game_server.db import create_room, make_code, start_room
 from game_server.pages import SOCKET_PATH, origin_allowed, plain, static
 from game_server.protocol import (
     ClientMessage,
@@ -33,6 +33,8 @@ from game_server.protocol import (
     ProtocolError,
     Refused,
     ServerMessage,
+    Start,
+    Started,
     Tap,
     decode,
     encode,
@@ -63,6 +65,7 @@ class _Player:
     bucket: TokenBucket
     room: str | None = None
     name: str = ""
+    host: bool = False
 
 
 class GameServer:
@@ -188,6 +191,8 @@ class GameServer:
                 return await self._create(player, request)
             case Join():
                 return await self._join(player, request)
+            case Start():
+                return await self._start(player, request)
             case Tap():
                 if player.room is None:
                     return Refused("room", "join a room first", request.ref)
@@ -216,7 +221,7 @@ class GameServer:
                     self._creators.pop(code, None)
             if new is None:
                 continue
-            player.room, player.name = code, name
+            player.room, player.name, player.host = code, name, True
             await asyncio.wait((arrived,), timeout=CREATE_WAIT)
             return Created(code, not arrived.done(), new.committed_at, request.ref)
         return Refused("internal", "no free room code was found", request.ref)
@@ -249,6 +254,14 @@ class GameServer:
         if applied.refused == "full":
             return Refused("full", f"room {code} is full", request.ref)
         return Joined(code, list(applied.room.players), request.ref)
+
+    async def _start(self, player: _Player, request: Start) -> ServerMessage:
+        if player.room is None or not player.host:
+            return Refused("room", "only the host starts the game", request.ref)
+        committed_at = await asyncio.to_thread(start_room, self._engine, self._relay, player.room)
+        if committed_at is None:
+            return Refused("room", f"room {player.room} has started already", request.ref)
+        return Started(player.room, committed_at, request.ref)
 
     def _gone(self, player: _Player) -> None:
         self._players.discard(player)

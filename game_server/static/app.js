@@ -49,7 +49,7 @@ function receive(message) {
   const asked = state.pending.get(message.ref);
   state.pending.delete(message.ref);
   switch (message.op) {
-    case "created": enter(message.room); show("waiting", message.waiting ? "saved; waiting for Redis" : ""); break;
+    case "created": enter(message.room); byId("start").hidden = false; show("waiting", message.waiting ? "saved; waiting for Redis" : ""); break;
     case "joined":
       for (const name of message.players) if (!state.players.has(name)) state.players.set(name, 0);
       enter(message.room);
@@ -78,6 +78,7 @@ function leave() {
   byId("events").replaceChildren();
   byId("players").replaceChildren();
   byId("latency").textContent = "\u00a0";
+  byId("start").hidden = true;
   byId("lobby").hidden = false;
   byId("room").hidden = true;
   byId("feed").hidden = true;
@@ -91,6 +92,9 @@ function happened(event) {
     state.players.set(data.host, 0);
     show("waiting", "");
     text = `${data.host} opened the room`;
+  } else if (type === "room.started") {
+    byId("start").hidden = true;
+    text = "the game begins";
   } else if (type === "room.joined") {
     state.players.set(data.player, state.players.get(data.player) ?? 0);
     text = `${data.player} came in`;
@@ -168,6 +172,8 @@ byId("join").addEventListener("submit", (event) => {
   const name = playerName();
   if (name) send({ op: "join", room: byId("code").value.trim().toUpperCase(), name });
 });
+
+byId("start").addEventListener("click", () => send({ op: "start" }));
 
 byId("tap").addEventListener("click", () => {
   send({ op: "tap", count: 1, sent: performance.timeOrigin + performance.now() });
