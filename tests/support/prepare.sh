@@ -20,7 +20,8 @@ has() { command -v "$1" >/dev/null 2>&1; }
 is_root() { [ "$(id -u)" -eq 0 ]; }
 
 has_mariadb() {
-    has mariadb-install-db && { has mariadbd || mysqld --version 2>/dev/null | grep -q MariaDB; }
+    # my_print_defaults is called by mariadb-install-db, but comes with the client.
+    has mariadb-install-db && has my_print_defaults && { has mariadbd || mysqld --version 2>/dev/null | grep -q MariaDB; }
 }
 
 has_redis() {
@@ -74,7 +75,7 @@ install() {
 
 install_mariadb() {
     # The server without its service; where a release has no such package, the whole one.
-    install mariadb-server-core || install mariadb-server
+    install mariadb-server-core mariadb-client-core || install mariadb-server
 }
 
 install_redis() {
@@ -86,7 +87,7 @@ install_redis() {
 services() {
     local missing=()
     has_mariadb || install_mariadb || true
-    has_mariadb || missing+=("MariaDB 10.6 or later (Debian: mariadb-server-core)")
+    has_mariadb || missing+=("MariaDB 10.6 or later (Debian: mariadb-server-core, mariadb-client-core)")
     has_redis || install_redis || true
     has_redis || missing+=("Redis 7 or Valkey (Debian: redis-server)")
     [ "${#missing[@]}" -gt 0 ] || return 0

@@ -28,9 +28,9 @@ __all__ = ["DatabaseProgram", "DatabaseServer", "StartedDatabase", "find_databas
 Kind = Literal["mariadb", "mysql"]
 
 _INSTALL = {
-    "mariadb": "install MariaDB 10.6 or later (Debian: mariadb-server-core)",
+    "mariadb": "install MariaDB 10.6 or later (Debian: mariadb-server-core, mariadb-client-core)",
     "mysql": "install MySQL 8.0 or later",
-    None: "install MariaDB 10.6 or later (Debian: mariadb-server-core) or MySQL 8.0 or later",
+    None: "install MariaDB 10.6 or later (Debian: mariadb-server-core, mariadb-client-core) or MySQL 8.0 or later",
 }
 _MINIMUM = {"mariadb": (10, 6), "mysql": (8, 0)}
 _SHOWN = {"mariadb": "MariaDB", "mysql": "MySQL"}
