@@ -136,7 +136,7 @@ def test_passwords_are_masked_even_where_the_url_parses_wrongly(url: str, masked
 
 @pytest.mark.parametrize(
     "fields",
-    [{"name": ""}, {"name": "a b"}, {"name": "room", "shards": 0}, {"name": "room", "shards": 1025}, {"name": "{room}"}],
+    [{"name": ""}, {"name": "a b"}, {"name": "room", "shards": 0}, {"name": "room", "shards": 1025}, {"name": "{r}"}],
     ids=str,
 )
 def test_a_stream_is_checked_when_it_is_made(fields: dict[str, Any]):
