@@ -281,8 +281,8 @@ def test_a_given_folder_is_kept_and_its_path_may_be_long(tmp_path: Path) -> None
 
 
 def test_options_override_ours() -> None:
-    with mariadb(options=["log-bin=binlog", "--max_connections=7"]) as server:
-        assert query(server.url, "SELECT @@log_bin, @@max_connections") == [(1, 7)]
+    with mariadb(options=["log-bin=binlog", "--max_connections=17"]) as server:
+        assert query(server.url, "SELECT @@log_bin, @@max_connections") == [(1, 17)]
 
 
 def test_an_option_that_the_server_refuses_is_told_with_its_log() -> None:

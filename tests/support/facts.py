@@ -75,9 +75,8 @@ class Facts:
             if condition():
                 return
             with self._news:
-                self._news.wait_for(
-                    lambda heard=heard: len(self._facts) != heard, max(0.0, deadline - time.monotonic())
-                )
+                while len(self._facts) == heard and (left := deadline - time.monotonic()) > 0:
+                    self._news.wait(left)
                 if time.monotonic() >= deadline:
                     last = "\n".join(f"  {fact}" for fact in self._facts[-20:])
                     raise AssertionError(f"not within {timeout:g} s; the last facts:\n{last}")

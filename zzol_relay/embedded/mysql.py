@@ -195,6 +195,8 @@ class DatabaseServer(Server):
                 where,
                 "--auth-root-authentication-method=socket",
                 "--skip-test-db",
+                # Else it ends where the machine's own name is not in DNS, in many containers.
+                "--force",
                 "--skip-name-resolve",
             ]
         else:
