@@ -7,6 +7,7 @@ checked†, so a worker that lost its claim changes nothing.
 from __future__ import annotations
 
 import dataclasses
+import re
 import uuid
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -25,6 +26,8 @@ from zzol_relay.store.outbox import read_predecessors
 from zzol_relay.store.tables import MAX_ERROR
 
 __all__ = ["Claim", "ClaimStore", "ClaimedRow", "Failure", "Recovery"]
+
+_ENTRY_ID = re.compile(r"[0-9]+-[0-9]+\Z")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -92,6 +95,7 @@ class ClaimStore:
     def __init__(self, database: Database, settings: Settings, name: str) -> None:
         self._db = database
         self._t = database.tables.outbox
+        self._table_name = database.engine.dialect.identifier_preparer.format_table(self._t)
         self._name = name[:64]
         self._settings = settings
         self._policy: DeadLetterPolicy = settings.on_dead_letter
@@ -103,7 +107,8 @@ class ClaimStore:
     def _candidate_query(self) -> Any:
         t = self._t
         size = func.length(t.c.payload)
-        return (
+        # The index's own order (status, due_at, id); for rows never retried it is id order (Z9).
+        return self._db.tables.by_due(
             select(
                 t.c.id, t.c.event_id, t.c.stream_key, t.c.aggregate_type, t.c.aggregate_id, t.c.sequence,
                 t.c.prev_sequence, t.c.event_type, t.c.schema_version,
@@ -112,8 +117,6 @@ class ClaimStore:
                 t.c.replays, seconds_since(t.c.created_at).label("age"),
             )
             .where(t.c.status == Status.PENDING.value, t.c.due_at <= utc_now())
-            # The index's own order (status, due_at, id); for rows never retried it is id order (Z9).
-            .order_by(t.c.due_at, t.c.id)
             .limit(self._settings.batch_rows)
             .with_for_update(skip_locked=True)
         )  # fmt: skip
@@ -178,25 +181,39 @@ class ClaimStore:
         """
         if not entries:
             return 0
-        t = self._t
-        ids = [id_ for id_, _ in entries]
         if self._db.is_sqlite:
-            entry_id: Any = case(dict(entries), value=t.c.id)
-        else:
-            entry_id = func.elt(func.field(t.c.id, *ids), *(entry for _, entry in entries))
-        statement = (
+            statement = self._settle_sqlite(token, source, entries)
+            return self._db.run("settle", lambda connection: connection.execute(statement).rowcount)
+        text = self._settle_mysql(token, source, entries)
+        return self._db.run("settle", lambda connection: connection.exec_driver_sql(text).rowcount)
+
+    def _settle_mysql(self, token: bytes, source: Status, entries: Sequence[tuple[int, str]]) -> str:
+        # Written out, since no two batches have the same shape: compiling two parameters a row anew takes 20 µs a row,
+        # and the interpreter from the threads that commit meanwhile. Nothing here is text from outside: row ids, our
+        # token, and entry ids; what is no entry id is stored like one that Redis does not remember.
+        ids = ",".join([str(int(id_)) for id_, _ in entries])
+        texts = "','".join([entry if _ENTRY_ID.match(entry) else "" for _, entry in entries])
+        return (
+            f"UPDATE {self._table_name} SET status = '{Status.PUBLISHED.value}', due_at = UTC_TIMESTAMP(6),"  # noqa: S608
+            " published_at = UTC_TIMESTAMP(6), updated_at = UTC_TIMESTAMP(6), claim_token = NULL,"
+            f" stream_entry_id = ELT(FIELD(id, {ids}), '{texts}')"
+            f" WHERE id IN ({ids}) AND status = '{source.value}' AND claim_token = x'{token.hex()}'"
+        )
+
+    def _settle_sqlite(self, token: bytes, source: Status, entries: Sequence[tuple[int, str]]) -> Any:
+        t = self._t
+        return (
             update(t)
-            .where(t.c.id.in_(ids), t.c.status == source.value, t.c.claim_token == token)
+            .where(t.c.id.in_([id_ for id_, _ in entries]), t.c.status == source.value, t.c.claim_token == token)
             .values(
                 status=Status.PUBLISHED.value,
                 due_at=utc_now(),
                 published_at=utc_now(),
                 updated_at=utc_now(),
                 claim_token=None,
-                stream_entry_id=entry_id,
+                stream_entry_id=case(dict(entries), value=t.c.id),
             )
         )
-        return self._db.run("settle", lambda connection: connection.execute(statement).rowcount)
 
     def give_back(self, token: bytes, ids: Sequence[int], delay: float) -> int:
         """Return claimed rows to PENDING without costing an attempt†, due after ``delay`` seconds."""
@@ -279,11 +296,12 @@ class ClaimStore:
             dead.clear()
             recovered.clear()
             rows = connection.execute(
-                select(t.c.id, t.c.event_id, t.c.retry_count)
-                .where(*expired)
-                .order_by(t.c.due_at, t.c.id)
-                .limit(self._settings.batch_rows)
-                .with_for_update(skip_locked=True)
+                self._db.tables.by_due(
+                    select(t.c.id, t.c.event_id, t.c.retry_count)
+                    .where(*expired)
+                    .limit(self._settings.batch_rows)
+                    .with_for_update(skip_locked=True)
+                )
             ).all()
             statement = (
                 update(t)
