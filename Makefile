@@ -22,7 +22,7 @@ help: ## List the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12
 
 .PHONY: demo
-demo: $(DEMO_READY) ## Run the game on this machine; DB=mysql uses a private MariaDB instead of SQLite
+demo: $(DEMO_READY) ## Play the game through an outage of Redis; DB=mysql or sqlite chooses, DEMO_ARGS=… is passed on
 ifeq ($(DB),mysql)
 	@$(MAKE) --no-print-directory mariadb
 endif
@@ -48,7 +48,7 @@ format: $(DEV_READY) ## Format the code and mend what the linter can
 
 .PHONY: bench
 bench: $(DEV_READY) ## Measure throughput and latency; BENCH_ARGS=… is passed on
-	@$(PY) -m loadtest.bench $(BENCH_ARGS)
+	@$(PY) -m loadtest bench $(BENCH_ARGS)
 
 .PHONY: wheel
 wheel: $(DEV_READY) ## Build the wheel into dist/

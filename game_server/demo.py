@@ -27,9 +27,8 @@ from game_server import report
 from game_server.db import create_tables, make_engine
 from game_server.players import Player, RefusedError
 from game_server.verdict import Verdict, judge, read_rows, read_streams
-from zzol_relay import EmbeddedServiceError, Settings
+from zzol_relay import EmbeddedServiceError, Settings, migrate
 from zzol_relay.embedded import RedisServer, StartedDatabase, start_database
-from zzol_relay.store.migrate import upgrade
 
 __all__ = ["main"]
 
@@ -247,7 +246,7 @@ async def _perform(
     arguments: argparse.Namespace, console: Console, database: StartedDatabase, redis: RedisServer
 ) -> int:
     engine = make_engine(database.url)
-    await asyncio.to_thread(upgrade, engine, Settings.load({}))
+    await asyncio.to_thread(migrate, engine, settings=Settings.load({}))
     await asyncio.to_thread(create_tables, engine)
     sqlite = database.kind == "sqlite"
     instances = 1 if sqlite else arguments.instances or 2

@@ -1,6 +1,6 @@
 """zzol_relay: a transactional outbox that publishes right after commit, and a direct path, into Redis Streams."""
 
-from zzol_relay.app import Relay, RelayStatus
+from zzol_relay.app import Relay, RelayStatus, migrate
 from zzol_relay.core.errors import (
     BrokerError,
     BrokerUnavailableError,
@@ -54,4 +54,5 @@ __all__ = [
     "Tail",
     "UnknownStreamError",
     "__version__",
+    "migrate",
 ]

@@ -43,7 +43,7 @@ from zzol_relay.streams.publisher import ScriptPublisher
 from zzol_relay.streams.tail import Listener, Tail
 from zzol_relay.version import __version__
 
-__all__ = ["Relay", "RelayStatus"]
+__all__ = ["Relay", "RelayStatus", "migrate"]
 
 _log = logging.getLogger("zzol_relay")
 
@@ -336,6 +336,18 @@ class Relay:
         self._publisher.probe()
         # Whether Redis is still the same is asked before anything is sent to it.
         self._learn()
+
+
+def migrate(engine: Engine | AsyncEngine | str, *, settings: Settings | None = None, **options: Any) -> tuple[str, ...]:
+    """Create or update the relay's tables, as ``zzol-relay migrate`` does; returns the revisions applied, if any.
+
+    Safe to run in several processes at once, and again after a crash. Raises ``SchemaError`` where another process
+    has been at it for a minute, and what SQLAlchemy raises.
+    """
+    # Here, so that only who migrates pays for Alembic.
+    from zzol_relay.store.migrate import upgrade
+
+    return upgrade(engine, settings or Settings.load(**options))
 
 
 def _by_name(streams: Iterable[Stream]) -> dict[str, Stream]:

@@ -42,6 +42,7 @@ PUBLIC = [
     "Tail",
     "UnknownStreamError",
     "__version__",
+    "migrate",
 ]
 ROOT = Path(zzol_relay.__file__).parent
 MODULES = sorted(

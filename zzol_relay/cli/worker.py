@@ -28,8 +28,9 @@ def worker(context: typer.Context) -> None:
     """Publish what the outbox holds, recover expired claims, and clean up daily, until SIGTERM or SIGINT.
 
     On the first signal it claims no more, finishes or gives back what it holds, and ends with exit code 0; where that
-    takes 10 s, because the database hangs, say, it ends with 1. A second signal ends it at once. Any number of workers may run. It starts and goes on without the database or
-    Redis, and works as soon as they are back; only missing tables end it (exit code 4).
+    takes 10 s, because the database hangs, say, it ends with 1. A second signal ends it at once. Any number of
+    workers may run. It starts and goes on without the database or Redis, and works as soon as they are back; only
+    missing or outdated tables end it (exit code 4).
     """
     options = options_of(context)
     options.start_logging("info")
