@@ -52,12 +52,9 @@ class UpkeepStore:
         def work(connection: Connection) -> int:
             deleted = 0
             for status in statuses:
-                ids = connection.execute(
-                    select(t.c.id)
-                    .where(t.c.status == status, t.c.due_at <= old)
-                    .order_by(t.c.due_at, t.c.id)
-                    .limit(self._settings.cleanup_batch - deleted)
-                ).scalars().all()  # fmt: skip
+                batch = select(t.c.id).where(t.c.status == status, t.c.due_at <= old)
+                batch = batch.limit(self._settings.cleanup_batch - deleted)
+                ids = connection.execute(self._db.tables.by_due(batch)).scalars().all()
                 if ids:
                     deleted += connection.execute(
                         delete(t).where(t.c.id.in_(ids), t.c.status == status, t.c.due_at <= old)

@@ -1,0 +1,251 @@
+"""Promise 3 under faults: Redis down, stalled, lying; commits succeed within their bound (Z3, Z4, Z18, Z24, Z29)."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+import pytest
+import redis
+from sqlalchemy import Engine, create_engine, text
+from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
+from sqlalchemy.orm import Session
+
+from tests.support.facts import Facts
+from tests.support.proxy import TcpProxy
+from tests.support.streams import check_order, entries, outbox_rows, statuses
+from zzol_relay import Event, Relay, Stream
+from zzol_relay.core.observer import CircuitChanged, Deferred, Published, Recorded, Settled
+
+pytestmark = pytest.mark.usefixtures("relay_tables")
+
+STREAMS = [Stream(name="room", retention=0)]
+
+
+def created(code: str, data: Any = None) -> Event:
+    return Event(type="room.created", stream="room", aggregate_type="room", aggregate_id=code, data=data)
+
+
+def commit(relay: Relay, engine: Engine, code: str, data: Any = None) -> float:
+    """Record one event; returns the seconds that ``commit()`` took."""
+    with Session(engine) as session:
+        relay.record(session, created(code, data))
+        started = time.perf_counter()
+        session.commit()
+        return time.perf_counter() - started
+
+
+@pytest.fixture
+def proxy(redis_server: Any) -> Any:
+    made = TcpProxy("127.0.0.1", redis_server.port)
+    yield made
+    made.close()
+
+
+def through(proxy: TcpProxy) -> str:
+    return f"redis://127.0.0.1:{proxy.port}/0"
+
+
+def test_with_redis_down_commits_succeed_and_do_not_wait_while_the_circuit_is_open(
+    engine: Engine, make_relay: Any, own_redis: Any, facts: Facts, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Z3, Z4: no rollback; one warning per change of state, not per event."""
+    relay: Relay = make_relay(engine, STREAMS, redis_url=own_redis.url, worker=True, start=False).start()
+    commit(relay, engine, "A", 0)
+    own_redis.kill()
+    waits = [commit(relay, engine, "A", n) for n in range(1, 21)]
+    assert max(waits) < 0.25 + 0.2
+    facts.wait_for(lambda fact: isinstance(fact, CircuitChanged) and fact.open)
+    open_waits = [fact.waited for fact in facts.of(Recorded)[-10:]]
+    assert max(open_waits) < 0.05
+    own_redis.start()
+    facts.wait_for(lambda fact: isinstance(fact, CircuitChanged) and not fact.open)
+    facts.wait_until(lambda: statuses(engine) == {"PUBLISHED": 21})
+    with redis.Redis.from_url(own_redis.url, decode_responses=True) as client:
+        found = entries(client)
+    check_order(found)
+    # The first entry went with the server's memory: it had none on disk.
+    assert [e.data for e in found] == list(range(1, 21))
+    warnings = [r for r in caplog.records if r.name == "zzol_relay.circuit"]
+    assert len(warnings) == 2
+    assert {row.retry_count for row in outbox_rows(engine)} == {0}
+
+
+def test_a_stalled_redis_bounds_the_wait_and_takes_no_connection_hostage(
+    engine: Engine, make_relay: Any, proxy: TcpProxy, facts: Facts
+) -> None:
+    """Z29: with an application pool of one connection, others go on while a commit waits."""
+    small = create_engine(engine.url, pool_size=1, max_overflow=0, pool_timeout=1)
+    relay: Relay = make_relay(small, STREAMS, redis_url=through(proxy), worker=False, start=False).start()
+    commit(relay, small, "A")
+    proxy.stall()
+    took: list[float] = []
+    thread = threading.Thread(target=lambda: took.append(commit(relay, small, "A")))
+    thread.start()
+    queries = 0
+    while thread.is_alive():
+        with small.connect() as connection:
+            assert connection.execute(text("SELECT 1")).scalar() == 1
+            queries += 1
+    thread.join()
+    assert 0.2 < took[0] < 0.25 + 0.2
+    assert queries > 3
+    facts.wait_for(lambda fact: isinstance(fact, CircuitChanged) and fact.open)
+    assert commit(relay, small, "A") < 0.2
+    proxy.resume()
+    facts.wait_for(lambda fact: isinstance(fact, CircuitChanged) and not fact.open)
+    small.dispose()
+
+
+def test_a_lost_reply_leaves_one_entry(
+    engine: Engine, make_relay: Any, proxy: TcpProxy, redis_client: redis.Redis, facts: Facts
+) -> None:
+    """G11: the XADD happened, its reply was lost; the resend is a duplicate."""
+    relay: Relay = make_relay(engine, STREAMS, redis_url=through(proxy), born_lease=0.6, worker=True, start=False).start()
+    commit(relay, engine, "A", 0)
+    proxy.drop_replies()
+    commit(relay, engine, "A", 1)
+    proxy.resume()
+    facts.wait_until(lambda: statuses(engine) == {"PUBLISHED": 2})
+    assert [e.data for e in entries(redis_client)] == [0, 1]
+
+
+def test_two_threads_on_one_aggregate_each_find_their_event_in_the_stream(
+    engine: Engine, make_relay: Any, redis_client: redis.Redis
+) -> None:
+    """Promise 3: DEFERRED is repeated within the bound, since the predecessor is in flight in another thread."""
+    relay: Relay = make_relay(engine, STREAMS, worker=False, commit_wait=1.5, start=False).start()
+    missing: list[str] = []
+
+    def work(name: str) -> None:
+        for n in range(30):
+            with Session(engine) as session:
+                event = relay.record(session, created("HOT", [name, n]))
+                session.commit()
+            if redis_client.exists(f"zzol:{{room:0}}:seen:{event.event_id}") == 0:
+                missing.append(str(event.sequence))
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in "abcd"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(40)
+    assert missing == []
+    found = entries(redis_client)
+    check_order(found)
+    assert len(found) == 120
+
+
+def test_a_missing_tail_is_proven_from_the_database(
+    engine: Engine, make_relay: Any, redis_client: redis.Redis
+) -> None:
+    """The tail's TTL ran out: the predecessor's row is settled, so the event goes as head within its commit."""
+    relay: Relay = make_relay(engine, STREAMS, worker=False, start=False).start()
+    commit(relay, engine, "A", 1)
+    redis_client.delete("zzol:{room:0}:tail:room:A")
+    with relay._database.engine.begin() as connection:
+        connection.execute(text("UPDATE zzol_outbox_event SET status = 'PUBLISHED'"))
+    commit(relay, engine, "A", 2)
+    assert [e.data for e in entries(redis_client)] == [1, 2]
+
+
+def test_an_unpublished_predecessor_defers_and_costs_nothing(
+    engine: Engine, make_relay: Any, redis_client: redis.Redis, facts: Facts
+) -> None:
+    """Z18: the later event must not overtake the earlier one that is still in the outbox."""
+    waiting: Relay = make_relay(engine, STREAMS, worker=False, mode="polling", start=False)
+    relay: Relay = make_relay(engine, STREAMS, worker=False, start=False).start()
+    commit(waiting, engine, "A", 1)
+    took = commit(relay, engine, "A", 2)
+    assert took < 0.25 + 0.2
+    assert entries(redis_client) == []
+    assert facts.of(Deferred)[-1].reason == "order"
+    waiting.run_once()
+    assert [e.data for e in entries(redis_client)] == [1]
+
+
+def test_what_overflows_the_queue_is_left_to_the_poller(
+    engine: Engine, make_relay: Any, proxy: TcpProxy, facts: Facts
+) -> None:
+    relay: Relay = make_relay(
+        engine, STREAMS, redis_url=through(proxy), worker=False, dispatch_queue=3, commit_wait=0.05, start=False
+    ).start()
+    proxy.stall()
+    with Session(engine) as session, session.begin():
+        relay.record_all(session, [created(str(n)) for n in range(4)])
+    assert facts.of(Deferred)[0].reason == "overflow"
+    assert facts.of(Recorded)[0].waited < 0.05
+
+
+def test_a_relay_that_is_not_started_records_and_does_not_wait(
+    engine: Engine, make_relay: Any, facts: Facts
+) -> None:
+    relay: Relay = make_relay(engine, STREAMS, worker=False, start=False)
+    assert commit(relay, engine, "A") < 0.2
+    assert statuses(engine) == {"PENDING": 1}
+    assert facts.of(Deferred)[0].reason == "stopping"
+
+
+def test_a_start_while_redis_is_down_succeeds_and_publishes_when_it_comes(
+    engine: Engine, make_relay: Any, own_redis: Any, facts: Facts
+) -> None:
+    own_redis.kill()
+    relay: Relay = make_relay(engine, STREAMS, redis_url=own_redis.url, worker=True, start=False).start()
+    assert commit(relay, engine, "A") < 0.2
+    own_redis.start()
+    facts.wait_until(lambda: statuses(engine) == {"PUBLISHED": 1})
+
+
+@pytest.mark.parametrize("driver", ["aiomysql", "asyncmy"])
+def test_an_async_session_waits_without_blocking_the_loop(
+    engine: Engine, make_relay: Any, proxy: TcpProxy, redis_client: redis.Redis, driver: str
+) -> None:
+    async def scenario() -> tuple[int, float]:
+        async_engine = create_async_engine(engine.url.set(drivername=f"mysql+{driver}"))
+        relay: Relay = make_relay(async_engine, STREAMS, redis_url=through(proxy), worker=False, start=False).start()
+        async with AsyncSession(async_engine) as session:
+            await session.run_sync(relay.record, created("A", 1))
+            await session.commit()
+            assert [e.data for e in entries(redis_client)] == [1]
+            proxy.stall()
+            await session.run_sync(relay.record, created("A", 2))
+            ticks = 0
+
+            async def tick() -> None:
+                nonlocal ticks
+                while True:
+                    await asyncio.sleep(0.01)
+                    ticks += 1
+
+            ticking = asyncio.create_task(tick())
+            started = time.perf_counter()
+            await session.commit()
+            took = time.perf_counter() - started
+            ticking.cancel()
+            # Cancelled while it waits: the commit is done, the session stays usable.
+            await session.run_sync(relay.record, created("B", 3))
+            cancelled = asyncio.create_task(session.commit())
+            await asyncio.sleep(0)
+            while not cancelled.done() and relay._after_commit._pending == 0:
+                await asyncio.sleep(0.001)
+            cancelled.cancel()
+            await asyncio.gather(cancelled, return_exceptions=True)
+            assert (await session.execute(text("SELECT 1"))).scalar() == 1
+        proxy.resume()
+        await async_engine.dispose()
+        return ticks, took
+
+    ticks, took = asyncio.run(scenario())
+    assert took < 0.25 + 0.2
+    assert ticks >= 5
+    assert len(outbox_rows(engine)) == 3
+
+
+def test_the_fact_of_publishing_names_its_path(
+    engine: Engine, make_relay: Any, facts: Facts, redis_client: redis.Redis
+) -> None:
+    relay: Relay = make_relay(engine, STREAMS, worker=False, start=False).start()
+    commit(relay, engine, "A")
+    assert facts.of(Published)[0].path == "after_commit"
