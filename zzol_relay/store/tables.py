@@ -6,8 +6,6 @@ All times are the database's clock, UTC, microseconds. No row is ever claimed, s
 
 from __future__ import annotations
 
-from typing import Any
-
 from typing import Any, TypeVar
 
 from sqlalchemy import (
