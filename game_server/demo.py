@@ -273,7 +273,8 @@ async def _perform(
         if arguments.serve:
             console.print(f"\n[bold]Open {urls[0]}[/] in two windows; Ctrl-C ends it.", highlight=False)
             sys.stdout.flush()
-            await asyncio.Event().wait()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
     engine.dispose()
     return 0 if verdict.ok else 1
 

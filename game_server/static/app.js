@@ -4,7 +4,7 @@
 
 const MAX_ROWS = 60;
 const byId = (id) => document.getElementById(id);
-const state = { socket: null, ref: 0, pending: new Map(), room: null, name: "", players: new Map(), delays: [], retry: 0 };
+const state = { socket: null, ref: 0, pending: new Map(), room: null, name: "", players: new Map(), asked: new Map(), delays: [], retry: 0 };
 
 function show(id, text) {
   const element = byId(id);
@@ -42,6 +42,7 @@ function send(message) {
   }
   const ref = ++state.ref;
   state.pending.set(ref, message.op);
+  state.asked.set(message.op, performance.now());
   state.socket.send(JSON.stringify({ ...message, ref }));
 }
 
@@ -74,6 +75,7 @@ function leave() {
   state.room = null;
   state.players.clear();
   state.pending.clear();
+  state.asked.clear();
   state.delays = [];
   byId("events").replaceChildren();
   byId("players").replaceChildren();
@@ -92,12 +94,15 @@ function happened(event) {
     state.players.set(data.host, 0);
     show("waiting", "");
     text = `${data.host} opened the room`;
+    if (data.host === state.name) delay = since("create");
   } else if (type === "room.started") {
     byId("start").hidden = true;
     text = "the game begins";
+    delay = since("start");
   } else if (type === "room.joined") {
     state.players.set(data.player, state.players.get(data.player) ?? 0);
     text = `${data.player} came in`;
+    if (data.player === state.name) delay = since("join");
   } else if (type === "room.left") {
     state.players.delete(data.player);
     text = `${data.player} left`;
@@ -113,6 +118,13 @@ function happened(event) {
   byId("tap").disabled = false;
   row(type, text, delay);
   drawPlayers();
+}
+
+// Milliseconds since we asked for it; null where we did not.
+function since(op) {
+  const asked = state.asked.get(op);
+  state.asked.delete(op);
+  return asked === undefined ? null : performance.now() - asked;
 }
 
 function remember(delay) {
