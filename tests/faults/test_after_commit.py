@@ -82,8 +82,19 @@ def test_a_stalled_redis_bounds_the_wait_and_takes_no_connection_hostage(
     commit(relay, small, "A")
     proxy.stall()
     took: list[float] = []
-    thread = threading.Thread(target=lambda: took.append(commit(relay, small, "A")))
+    recorded = threading.Event()
+
+    def commit_while_stalled() -> None:
+        with Session(small) as session:
+            relay.record(session, created("A"))
+            recorded.set()
+            started = time.perf_counter()
+            session.commit()
+            took.append(time.perf_counter() - started)
+
+    thread = threading.Thread(target=commit_while_stalled)
     thread.start()
+    assert recorded.wait(5)
     queries = 0
     while thread.is_alive():
         with small.connect() as connection:
@@ -227,8 +238,7 @@ def test_an_async_session_waits_without_blocking_the_loop(
             # Cancelled while it waits: the commit is done, the session stays usable.
             await session.run_sync(relay.record, created("B", 3))
             cancelled = asyncio.create_task(session.commit())
-            await asyncio.sleep(0)
-            while not cancelled.done() and relay._after_commit._pending == 0:
+            while not cancelled.done() and relay._after_commit._pending < 2:
                 await asyncio.sleep(0.001)
             cancelled.cancel()
             await asyncio.gather(cancelled, return_exceptions=True)
