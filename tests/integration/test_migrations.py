@@ -14,7 +14,7 @@ from alembic.migration import MigrationContext
 from sqlalchemy import Connection, Engine, create_engine, inspect, text
 from sqlalchemy.pool import NullPool
 
-from tests.support.cli import run_cli
+from tests.support.cli import run_cli_process
 from zzol_relay import Event, Settings
 from zzol_relay.embedded import DatabaseServer
 from zzol_relay.store import migrate
@@ -127,7 +127,7 @@ def test_the_printed_sql_makes_the_same(engine: Engine):
 
 def test_several_processes_may_migrate_at_once(database_url: str, engine: Engine):
     with ThreadPoolExecutor(4) as pool:
-        answers = list(pool.map(lambda _: run_cli("migrate", ZZOL_DATABASE_URL=database_url), range(4)))
+        answers = list(pool.map(lambda _: run_cli_process("migrate", ZZOL_DATABASE_URL=database_url), range(4)))
     assert [answer.err for answer in answers] == [""] * 4
     assert sorted(answer.out for answer in answers) == ["applied 0001\n"] + ["nothing to do\n"] * 3
     assert differences(engine, "zzol_") == []
@@ -135,7 +135,7 @@ def test_several_processes_may_migrate_at_once(database_url: str, engine: Engine
 
 def test_several_processes_may_migrate_sqlite_at_once(sqlite_url: str):
     with ThreadPoolExecutor(4) as pool:
-        answers = list(pool.map(lambda _: run_cli("migrate", ZZOL_DATABASE_URL=sqlite_url), range(4)))
+        answers = list(pool.map(lambda _: run_cli_process("migrate", ZZOL_DATABASE_URL=sqlite_url), range(4)))
     assert [answer.err for answer in answers] == [""] * 4
     assert sorted(answer.out for answer in answers) == ["applied 0001\n"] + ["nothing to do\n"] * 3
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from sqlalchemy import make_url
 
-from tests.support.cli import Answer, run_cli
+from tests.support.cli import Answer, run_cli, run_cli_process
 from zzol_relay.embedded import DatabaseServer, RedisServer, free_port
 
 NOBODY = "0192f0a0-0000-7000-8000-000000000000"
@@ -21,7 +22,7 @@ def check_error(answer: Answer, code: int, text: str) -> None:
 
 
 def test_help_documents_every_command_and_exit_code():
-    answer = run_cli("--help")
+    answer = run_cli_process("--help")
     assert answer.code == 0
     for word in ("migrate", "worker", "status", "recover", "cleanup", "dead-letters"):
         assert f"  {word} " in answer.out
@@ -48,7 +49,7 @@ def test_wrong_usage_is_2(arguments: tuple[str, ...], sqlite_url: str):
 
 
 def test_a_database_must_be_given():
-    check_error(run_cli("status"), 2, "no database is given: use --database-url, ZZOL_DATABASE_URL")
+    check_error(run_cli_process("status"), 2, "no database is given: use --database-url, ZZOL_DATABASE_URL")
 
 
 def test_an_unknown_setting_is_refused_with_a_suggestion(sqlite_url: str):
@@ -94,8 +95,6 @@ def test_an_unreachable_database_is_3(command: tuple[str, ...]):
 
 
 def test_a_refused_login_is_3(database_server: DatabaseServer, database_url: str):
-    from sqlalchemy import make_url
-
     url = make_url(database_url).set(username="nobody", password="s3cret").render_as_string(hide_password=False)
     answer = run_cli("status", ZZOL_DATABASE_URL=url)
     check_error(answer, 3, "Access denied for user 'nobody'")

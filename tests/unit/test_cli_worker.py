@@ -11,7 +11,7 @@ import redis
 from sqlalchemy import Engine, create_engine
 from sqlalchemy.pool import NullPool
 
-from tests.support.cli import WORKER, run_cli
+from tests.support.cli import WORKER, run_cli_process
 from tests.support.processes import Child
 from zzol_relay import Event, Relay, Settings
 from zzol_relay.embedded import RedisServer, free_port
@@ -87,7 +87,7 @@ def test_it_waits_for_a_database_that_is_not_there(redis_server: RedisServer, ru
 
 
 def test_missing_tables_end_it(sqlite_url: str, redis_server: RedisServer):
-    answer = run_cli("worker", ZZOL_DATABASE_URL=sqlite_url, ZZOL_REDIS_URL=redis_server.url)
+    answer = run_cli_process("worker", ZZOL_DATABASE_URL=sqlite_url, ZZOL_REDIS_URL=redis_server.url)
     assert answer.code == 4
     assert answer.err.splitlines()[-1] == (
         "zzol-relay: the relay's tables are missing or too old; run 'zzol-relay migrate'"
