@@ -17,7 +17,7 @@ from tests.support.facts import Facts
 from tests.support.proxy import TcpProxy
 from tests.support.streams import check_order, entries, outbox_rows, statuses
 from zzol_relay import Event, Relay, Stream
-from zzol_relay.core.observer import CircuitChanged, Deferred, Published, Recorded, Settled
+from zzol_relay.core.observer import CircuitChanged, Deferred, Published, Recorded
 
 pytestmark = pytest.mark.usefixtures("relay_tables")
 
@@ -114,7 +114,8 @@ def test_a_lost_reply_leaves_one_entry(
     engine: Engine, make_relay: Any, proxy: TcpProxy, redis_client: redis.Redis, facts: Facts
 ) -> None:
     """G11: the XADD happened, its reply was lost; the resend is a duplicate."""
-    relay: Relay = make_relay(engine, STREAMS, redis_url=through(proxy), born_lease=0.6, worker=True, start=False).start()
+    relay: Relay = make_relay(engine, STREAMS, redis_url=through(proxy), born_lease=0.6, worker=True, start=False)
+    relay.start()
     commit(relay, engine, "A", 0)
     proxy.drop_replies()
     commit(relay, engine, "A", 1)
@@ -149,9 +150,7 @@ def test_two_threads_on_one_aggregate_each_find_their_event_in_the_stream(
     assert len(found) == 120
 
 
-def test_a_missing_tail_is_proven_from_the_database(
-    engine: Engine, make_relay: Any, redis_client: redis.Redis
-) -> None:
+def test_a_missing_tail_is_proven_from_the_database(engine: Engine, make_relay: Any, redis_client: redis.Redis) -> None:
     """The tail's TTL ran out: the predecessor's row is settled, so the event goes as head within its commit."""
     relay: Relay = make_relay(engine, STREAMS, worker=False, start=False).start()
     commit(relay, engine, "A", 1)
@@ -190,9 +189,7 @@ def test_what_overflows_the_queue_is_left_to_the_poller(
     assert facts.of(Recorded)[0].waited < 0.05
 
 
-def test_a_relay_that_is_not_started_records_and_does_not_wait(
-    engine: Engine, make_relay: Any, facts: Facts
-) -> None:
+def test_a_relay_that_is_not_started_records_and_does_not_wait(engine: Engine, make_relay: Any, facts: Facts) -> None:
     relay: Relay = make_relay(engine, STREAMS, worker=False, start=False)
     assert commit(relay, engine, "A") < 0.2
     assert statuses(engine) == {"PENDING": 1}

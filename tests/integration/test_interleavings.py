@@ -19,7 +19,7 @@ from sqlalchemy import Engine, text
 from sqlalchemy.orm import Session
 
 from tests.support.streams import check_order, entries, outbox_rows
-from zzol_relay import Event, Relay, Status, Stream
+from zzol_relay import Event, Status, Stream
 from zzol_relay.core.lifecycle import UNPUBLISHED
 from zzol_relay.relay.after_commit import Ticket, _Job
 from zzol_relay.relay.delivery import Shipment
@@ -42,10 +42,11 @@ class Interleavings(RuleBasedStateMachine):
             connection.execute(text("DELETE FROM zzol_outbox_aggregate"))
         self.client.flushall()
         options = {"batch_rows": 4, "max_attempts": 4, "backoff_base": 0.01, "backoff_cap": 0.02}
-        self.relay: Relay = self.make_relay(self.engine, [Stream(name="room", retention=0)], worker=False, **options, start=False)
+        streams = [Stream(name="room", retention=0)]
+        self.relay: Any = self.make_relay(self.engine, streams, worker=False, **options, start=False)
         self.relay._publisher.learn()
-        self.relay._recorder.hand_over = self.inflight_of  # type: ignore[method-assign]
-        self.relay._after_commit._settler.put = lambda marks: self.marks.extend(marks)  # type: ignore[method-assign]
+        self.relay._recorder.hand_over = self.inflight_of
+        self.relay._after_commit._settler.put = lambda marks: self.marks.extend(marks)
         self.session: Session | None = None
         self.savepoints: list[Any] = []
         self.uncommitted: list[list[str]] = [[]]
@@ -216,9 +217,7 @@ def _uuid(raw: bytes) -> Any:
 
 
 @pytest.mark.timeout(180)
-def test_random_interleavings_keep_every_promise(
-    engine: Engine, redis_client: redis.Redis, make_relay: Any
-) -> None:
+def test_random_interleavings_keep_every_promise(engine: Engine, redis_client: redis.Redis, make_relay: Any) -> None:
     machine = type(
         "Machine", (Interleavings,), {"engine": engine, "client": redis_client, "make_relay": staticmethod(make_relay)}
     )

@@ -21,7 +21,8 @@ ROWS = 300_000
 FILL = """
 INSERT INTO zzol_outbox_event (event_id, stream_key, aggregate_type, aggregate_id, sequence, prev_sequence, event_type,
     schema_version, payload, occurred_at, status, retry_count, due_at, replays, created_at, updated_at)
-SELECT UNHEX(LEFT(SHA2(CONCAT(:status, n), 256), 32)), 'zzol:{room:0}', 'room', CONCAT(:status, n MOD 1000), n, n - 1000, 't',
+SELECT UNHEX(LEFT(SHA2(CONCAT(:status, n), 256), 32)), 'zzol:{room:0}',
+       'room', CONCAT(:status, n MOD 1000), n, n - 1000, 't',
     1, '1', UTC_TIMESTAMP(6), :status, 0, UTC_TIMESTAMP(6) + INTERVAL :due SECOND + INTERVAL n MICROSECOND, 0,
     UTC_TIMESTAMP(6), UTC_TIMESTAMP(6)
 FROM (
@@ -60,7 +61,7 @@ def touched(relay: Relay, action: Callable[[], object]) -> int:
 
     def read() -> int:
         with relay._database.engine.connect() as connection:
-            status = dict(connection.execute(text("SHOW SESSION STATUS")).all())
+            status: dict[str, Any] = dict(connection.execute(text("SHOW SESSION STATUS")).all())
         return sum(int(status.get(name, 0)) for name in COUNTERS)
 
     read()

@@ -167,9 +167,7 @@ def test_large_sequences_stay_exact(send: Sender) -> None:
 
 
 def test_the_stream_is_trimmed_by_time(redis_server: Any, redis_client: redis.Redis) -> None:
-    publisher = ScriptPublisher(
-        redis_server.url, timeout=1, dedup_window=600, tail_ttl=86400, retentions={KEY: 60_000}
-    )
+    publisher = ScriptPublisher(redis_server.url, timeout=1, dedup_window=600, tail_ttl=86400, retentions={KEY: 60_000})
     publisher.learn()
     for n in range(300):
         redis_client.xadd(KEY, {"old": n}, id=f"{1000 + n}-0")

@@ -242,9 +242,7 @@ def test_events_without_an_aggregate_are_published_and_unordered(
     assert {e.sequence for e in found} == {None}
 
 
-def test_core_needs_relay_begin_and_publishes_after_it(
-    relay: Relay, engine: Engine, redis_client: redis.Redis
-) -> None:
+def test_core_needs_relay_begin_and_publishes_after_it(relay: Relay, engine: Engine, redis_client: redis.Redis) -> None:
     """Core's own commit event fires before the driver's commit."""
     with relay.begin(engine) as connection:
         connection.execute(text("INSERT INTO business_room (name) VALUES ('core')"))
@@ -260,9 +258,7 @@ def test_core_needs_relay_begin_and_publishes_after_it(
     assert [(e.data, e.sequence) for e in entries(redis_client)] == [(1, 1), (2, 2)]
 
 
-def test_core_publishes_nothing_when_its_block_raises(
-    relay: Relay, engine: Engine, redis_client: redis.Redis
-) -> None:
+def test_core_publishes_nothing_when_its_block_raises(relay: Relay, engine: Engine, redis_client: redis.Redis) -> None:
     with pytest.raises(ZeroDivisionError), relay.begin(engine) as connection:
         relay.record(connection, room_event())
         raise ZeroDivisionError
@@ -271,13 +267,11 @@ def test_core_publishes_nothing_when_its_block_raises(
 
 
 def test_a_connection_past_relay_begin_is_refused(relay: Relay, engine: Engine) -> None:
-    with engine.begin() as connection, pytest.raises(RecordingError, match="relay.begin"):
+    with engine.begin() as connection, pytest.raises(RecordingError, match=r"relay\.begin"):
         relay.record(connection, room_event())
 
 
-def test_scoped_sessions_and_sessionmaker_begin_work(
-    relay: Relay, engine: Engine, redis_client: redis.Redis
-) -> None:
+def test_scoped_sessions_and_sessionmaker_begin_work(relay: Relay, engine: Engine, redis_client: redis.Redis) -> None:
     factory = sessionmaker(engine, expire_on_commit=False, autoflush=False)
     scoped = scoped_session(factory)
     relay.record(scoped, room_event(data=1))
@@ -319,9 +313,7 @@ def test_what_is_refused_is_refused_before_anything_is_written_and_the_session_l
     assert len(outbox_rows(engine)) == 2
 
 
-def test_given_sequences_take_the_lock_and_must_rise(
-    relay: Relay, engine: Engine, redis_client: redis.Redis
-) -> None:
+def test_given_sequences_take_the_lock_and_must_rise(relay: Relay, engine: Engine, redis_client: redis.Redis) -> None:
     """S6, S13; the dagger rule on caller-given sequences."""
     with Session(engine) as session:
         relay.record(session, room_event(sequence=10, data="authorized"))

@@ -224,14 +224,15 @@ def test_recovery_restates_the_lease(producer: Relay, worker: Relay, engine: Eng
     assert worker._claims.settle(claim.token, Status.IN_PROGRESS, [(row_id, "1-0")]) == 1
 
 
-def test_recovery_looks_at_the_lease_and_never_at_the_rows_age(
-    producer: Relay, worker: Relay, engine: Engine
-) -> None:
+def test_recovery_looks_at_the_lease_and_never_at_the_rows_age(producer: Relay, worker: Relay, engine: Engine) -> None:
     """Z10, Z33: a row created long ago and claimed just now must not be "recovered"; by created_at it would be."""
     record(producer, engine)
     execute(engine, "UPDATE zzol_outbox_event SET created_at = created_at - INTERVAL 3 DAY")
     worker._claims.claim()
-    naive = "SELECT COUNT(*) FROM zzol_outbox_event WHERE status = 'IN_PROGRESS' AND created_at < UTC_TIMESTAMP() - INTERVAL 5 MINUTE"
+    naive = (
+        "SELECT COUNT(*) FROM zzol_outbox_event"
+        " WHERE status = 'IN_PROGRESS' AND created_at < UTC_TIMESTAMP() - INTERVAL 5 MINUTE"
+    )
     with engine.connect() as connection:
         assert connection.execute(text(naive)).scalar() == 1
     assert worker.recover() == 0
@@ -361,7 +362,7 @@ def test_a_replay_under_skip_stands_behind_its_successors_and_says_so(
 def test_a_replayed_row_keeps_its_number_until_it_is_published(
     producer: Relay, engine: Engine, make_relay: Any, redis_client: redis.Redis
 ) -> None:
-    """The dagger rule: the reply of a replay is lost, the row is sent again under the same number, once in the stream."""
+    """The dagger rule: the reply of a replay is lost, the row is sent again under the same number, once there."""
     worker: Relay = make_relay(engine, [], worker=False, max_attempts=1, start=False)
     (dead,) = record(producer, engine)
     poison(redis_client, dead)
@@ -442,7 +443,12 @@ def test_a_claim_given_back_on_stop_costs_nothing(
 
 
 def test_a_slow_worker_checks_its_claim_just_before_sending(
-    producer: Relay, engine: Engine, make_relay: Any, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch, facts: Facts
+    producer: Relay,
+    engine: Engine,
+    make_relay: Any,
+    redis_client: redis.Redis,
+    monkeypatch: pytest.MonkeyPatch,
+    facts: Facts,
 ) -> None:
     """Rows that recovery has taken meanwhile are not sent."""
     worker: Relay = make_relay(engine, [], worker=False, claim_lease=0.000003, start=False)
@@ -451,7 +457,8 @@ def test_a_slow_worker_checks_its_claim_just_before_sending(
     payloads = worker._claims.payloads
 
     def taken_meanwhile(ids: Any) -> Any:
-        execute(engine, "UPDATE zzol_outbox_event SET claim_token = :other WHERE sequence = 1", other=uuid.uuid4().bytes)
+        stolen = "UPDATE zzol_outbox_event SET claim_token = :other WHERE sequence = 1"
+        execute(engine, stolen, other=uuid.uuid4().bytes)
         return payloads(ids)
 
     monkeypatch.setattr(worker._claims, "payloads", taken_meanwhile)

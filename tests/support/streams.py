@@ -30,7 +30,8 @@ def entries(client: redis.Redis, stream: str = "room", shards: int = 1, prefix: 
     """All entries of a stream, shard by shard, in stream order. ``client`` decodes replies."""
     found = []
     for shard in range(shards):
-        for entry_id, fields in client.xrange(f"{prefix}:{{{stream}:{shard}}}"):
+        read: Any = client.xrange(f"{prefix}:{{{stream}:{shard}}}")
+        for entry_id, fields in read:
             found.append(
                 Entry(
                     entry_id,
@@ -68,4 +69,4 @@ def statuses(engine: Engine) -> dict[str, int]:
     """How many rows stand in each status."""
     with engine.connect() as connection:
         rows = connection.execute(text("SELECT status, COUNT(*) FROM zzol_outbox_event GROUP BY status"))
-        return {status: count for status, count in rows}
+        return {row[0]: row[1] for row in rows}

@@ -295,7 +295,7 @@ class ClaimStore:
         def move(connection: Connection) -> Recovery:
             dead.clear()
             recovered.clear()
-            rows = connection.execute(
+            rows: Sequence[Any] = connection.execute(
                 self._db.tables.by_due(
                     select(t.c.id, t.c.event_id, t.c.retry_count)
                     .where(*expired)
