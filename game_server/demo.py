@@ -122,7 +122,7 @@ async def _in_order(show: Show) -> None:
         host = await show.host()
         guests = [await show.guest(host.room) for _ in range(show.arguments.players - 1)]
         show.start_tapping(host, *guests)
-    await playing
+    await _keep_creating(show, playing, 0.5)
 
 
 async def _without_redis(show: Show) -> None:
@@ -130,13 +130,8 @@ async def _without_redis(show: Show) -> None:
     show.console.print(report.heading(f"Redis is killed for {show.arguments.outage:g} s; rooms go on being created"))
     show.console.print(report.columns())
     await asyncio.to_thread(show.redis.kill)
-    until = time.monotonic() + show.arguments.outage
-    ticking = asyncio.create_task(_play(show, show.arguments.outage))
-    while time.monotonic() < until:
-        started = time.monotonic()
-        show.outage_rooms.append(await show.host())
-        await asyncio.sleep(max(0.0, min(0.25 - (time.monotonic() - started), until - time.monotonic())))
-    await ticking
+    playing = asyncio.create_task(_play(show, show.arguments.outage))
+    show.outage_rooms += await _keep_creating(show, playing, 0.25)
 
 
 async def _with_redis_again(show: Show) -> None:
@@ -153,7 +148,17 @@ async def _with_redis_again(show: Show) -> None:
     for host in show.outage_rooms[:6]:
         show.start_tapping(host, await show.guest(host.room))
     show.console.print(report.columns())
-    await _play(show, show.arguments.after)
+    await _keep_creating(show, asyncio.create_task(_play(show, show.arguments.after)), 0.5)
+
+
+async def _keep_creating(show: Show, playing: asyncio.Task[None], pause: float) -> list[Player]:
+    """Create a room every ``pause`` seconds until ``playing`` is done; returns their hosts."""
+    hosts: list[Player] = []
+    while not playing.done():
+        hosts.append(await show.host())
+        await asyncio.wait((playing,), timeout=pause)
+    await playing
+    return hosts
 
 
 async def _play(show: Show, seconds: float) -> None:
