@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from hiredis import pack_command
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
@@ -173,7 +174,8 @@ class DirectPublisher:
         try:
             async with asyncio.timeout(self._settings.redis_timeout):
                 connection = await self._connected()
-                packed = connection.pack_commands([self._command(waiting) for waiting in batch])
+                # redis-py's asyncio connection packs in Python, which would cost more than all the rest here.
+                packed = b"".join([pack_command(self._command(waiting)) for waiting in batch])
                 sent = True
                 await connection.send_packed_command(packed, check_health=False)
                 for _ in batch:
@@ -197,7 +199,7 @@ class DirectPublisher:
         else:
             self._settle(batch, replies)
 
-    def _command(self, waiting: _Waiting) -> tuple[str | bytes, ...]:
+    def _command(self, waiting: _Waiting) -> Any:
         clock = self._clocks.get(waiting.key, 0)
         if clock and waiting.retention_ms:
             horizon = str(max(0, clock - waiting.retention_ms))
