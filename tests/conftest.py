@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import sys
-import uuid
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,8 +24,9 @@ _ROOT = str(Path(__file__).resolve().parents[1])
 if _ROOT not in sys.path:
     sys.path.insert(0, _ROOT)
 
+from tests.support.databases import Databases
 from tests.support.facts import Facts
-from tests.support.mysql9 import DEFAULT_ROOT, ChrootMySQL, why_not
+from tests.support.mysql9 import DEFAULT_ROOT
 from tests.support.processes import Child
 from zzol_relay import Relay, Settings, Stream
 from zzol_relay.core.errors import EmbeddedServiceError
@@ -68,44 +68,9 @@ def _missing(reason: str) -> NoReturn:
     pytest.skip(reason)
 
 
-class _Databases:
-    """The session's database servers, one of each kind, started when first asked for."""
-
-    def __init__(self) -> None:
-        self._servers: dict[str, DatabaseServer] = {}
-        self._failures: dict[str, EmbeddedServiceError] = {}
-
-    def get(self, kind: str) -> DatabaseServer:
-        if kind in self._failures:
-            raise self._failures[kind]
-        if kind not in self._servers:
-            try:
-                self._servers[kind] = _database_server(kind).start()
-            except EmbeddedServiceError as error:
-                self._failures[kind] = error
-                raise
-        return self._servers[kind]
-
-    def stop(self) -> None:
-        for server in self._servers.values():
-            server.stop()
-
-
-def _database_server(kind: str) -> DatabaseServer:
-    if kind == "mariadb":
-        return DatabaseServer(kind="mariadb")
-    try:
-        return DatabaseServer(kind="mysql")
-    except EmbeddedServiceError as error:
-        reason = why_not(_MYSQL_ROOT)
-        if reason is not None:
-            raise EmbeddedServiceError(f"{error}; {reason}") from None
-        return ChrootMySQL(_MYSQL_ROOT)
-
-
 @pytest.fixture(scope="session")
-def _databases() -> Iterator[_Databases]:
-    databases = _Databases()
+def _databases() -> Iterator[Databases]:
+    databases = Databases(_MYSQL_ROOT)
     yield databases
     databases.stop()
 
@@ -118,10 +83,10 @@ def _database_kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def database_server(_database_kind: str, _databases: _Databases, pytestconfig: pytest.Config) -> DatabaseServer:
+def database_server(_database_kind: str, _databases: Databases, pytestconfig: pytest.Config) -> DatabaseServer:
     """The session's MariaDB, then its MySQL; one that an earlier test killed or froze runs again."""
     try:
-        server = _databases.get(_database_kind)
+        server = _databases.server(_database_kind)
     except EmbeddedServiceError as error:
         if _database_kind == "mariadb":
             _missing(str(error))
@@ -129,10 +94,6 @@ def database_server(_database_kind: str, _databases: _Databases, pytestconfig: p
         pytest.skip(str(error))
     if _database_kind == "mysql":
         pytestconfig.stash[_mysql_line] = f"{server.name}: ran"
-    if server.running:
-        server.resume()
-    else:
-        server.start()
     return server
 
 
@@ -155,18 +116,13 @@ def _relays() -> Iterator[_Relays]:
 
 
 @pytest.fixture
-def database_url(database_server: DatabaseServer, _relays: _Relays) -> Iterator[str]:
-    """An empty database of the test's own, on each server."""
-    name = f"test_{uuid.uuid4().hex[:12]}"
-    url = database_server.create_database(name)
-    yield url
-    _relays.stop()
-    # A test may have killed or frozen the server.
-    if database_server.running:
-        database_server.resume()
-    else:
-        database_server.start()
-    database_server.drop_database(name)
+def database_url(
+    request: pytest.FixtureRequest, database_server: DatabaseServer, _databases: Databases, _relays: _Relays
+) -> Iterator[str]:
+    """A database of the test's own, on each server: empty, but for the relay's tables where the test asks for them."""
+    with _databases.database(database_server, with_tables="relay_tables" in request.fixturenames) as url:
+        yield url
+        _relays.stop()
 
 
 @pytest.fixture
@@ -180,7 +136,7 @@ def engine(database_url: str, _relays: _Relays) -> Iterator[Engine]:
 
 @pytest.fixture
 def relay_tables(engine: Engine) -> Tables:
-    """The relay's tables, empty, in the database of ``engine``."""
+    """The relay's tables, without rows, in the database of ``engine``. Generated ids may go on from an earlier test."""
     tables = Tables("zzol_", None)
     tables.metadata.create_all(engine)
     return tables

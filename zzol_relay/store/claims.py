@@ -7,7 +7,6 @@ checked†, so a worker that lost its claim changes nothing.
 from __future__ import annotations
 
 import dataclasses
-import re
 import uuid
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -26,8 +25,6 @@ from zzol_relay.store.outbox import read_predecessors
 from zzol_relay.store.tables import MAX_ERROR
 
 __all__ = ["Claim", "ClaimStore", "ClaimedRow", "Failure", "Recovery"]
-
-_ENTRY_ID = re.compile(r"[0-9]+-[0-9]+\Z")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -184,21 +181,16 @@ class ClaimStore:
         if self._db.is_sqlite:
             statement = self._settle_sqlite(token, source, entries)
             return self._db.run("settle", lambda connection: connection.execute(statement).rowcount)
-        text = self._settle_mysql(token, source, entries)
-        return self._db.run("settle", lambda connection: connection.exec_driver_sql(text).rowcount)
-
-    def _settle_mysql(self, token: bytes, source: Status, entries: Sequence[tuple[int, str]]) -> str:
-        # Written out, since no two batches have the same shape: compiling two parameters a row anew takes 20 µs a row,
-        # and the interpreter from the threads that commit meanwhile. Nothing here is text from outside: row ids, our
-        # token, and entry ids; what is no entry id is stored like one that Redis does not remember.
-        ids = ",".join([str(int(id_)) for id_, _ in entries])
-        texts = "','".join([entry if _ENTRY_ID.match(entry) else "" for _, entry in entries])
-        return (
-            f"UPDATE {self._table_name} SET status = '{Status.PUBLISHED.value}', due_at = UTC_TIMESTAMP(6),"  # noqa: S608
-            " published_at = UTC_TIMESTAMP(6), updated_at = UTC_TIMESTAMP(6), claim_token = NULL,"
-            f" stream_entry_id = ELT(FIELD(id, {ids}), '{texts}')"
-            f" WHERE id IN ({ids}) AND status = '{source.value}' AND claim_token = x'{token.hex()}'"
+        # Only the placeholders differ between two batches: compiling two parameters a row anew took 20 µs a row.
+        marks = ",".join(["%s"] * len(entries))
+        text = (
+            f"UPDATE {self._table_name} SET status = %s, due_at = UTC_TIMESTAMP(6), published_at = UTC_TIMESTAMP(6),"  # noqa: S608
+            f" updated_at = UTC_TIMESTAMP(6), claim_token = NULL, stream_entry_id = ELT(FIELD(id, {marks}), {marks})"
+            f" WHERE id IN ({marks}) AND status = %s AND claim_token = %s"
         )
+        ids = [id_ for id_, _ in entries]
+        parameters = (Status.PUBLISHED.value, *ids, *(entry for _, entry in entries), *ids, source.value, token)
+        return self._db.run("settle", lambda connection: connection.exec_driver_sql(text, parameters).rowcount)
 
     def _settle_sqlite(self, token: bytes, source: Status, entries: Sequence[tuple[int, str]]) -> Any:
         t = self._t
