@@ -176,13 +176,14 @@ def entry_fields(event: Event, data: bytes, source: str) -> list[str | bytes]:
     """
     if event.event_id is None or event.occurred_at is None:
         raise InvalidEventError("event_id", "the event is not completed; record() and publish() return it completed")
-    time = event.occurred_at.astimezone(UTC).isoformat(timespec="microseconds")
+    # Of '2026-01-31T12:00:00.000000+00:00', the offset gives way to 'Z'.
+    time = event.occurred_at.astimezone(UTC).isoformat("T", "microseconds")[:26] + "Z"
     fields: list[str | bytes] = [
         "specversion", "1.0",
         "id", str(event.event_id),
         "type", event.type,
         "source", source,
-        "time", time.replace("+00:00", "Z"),
+        "time", time,
         "datacontenttype", "application/json",
         "schemaversion", str(event.schema_version),
     ]  # fmt: skip

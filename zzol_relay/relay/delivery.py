@@ -33,7 +33,8 @@ _WAITS: dict[OutcomeKind, WaitReason] = {
 }
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+# Not frozen, though nobody changes one: freezing costs 1.5 µs a row.
+@dataclasses.dataclass(slots=True)
 class Shipment:
     """A row to send: in which mode, and under which epoch its order was proven."""
 
@@ -97,7 +98,8 @@ class Delivery:
             else:
                 waiting.append((shipment, _WAITS[kind]))
         self._announce(path, published, duplicates)
-        self._react(shipments, outcomes)
+        if waiting:
+            self._react(shipments, outcomes)
         return Sent(tuple(done), tuple(waiting), tuple(failed), tuple(impossible))
 
     def _command(self, shipment: Shipment) -> Command:

@@ -270,9 +270,9 @@ def read_predecessors(connection: Connection, outbox: Any, ids: Sequence[int]) -
                 & (before.c.sequence == row.c.prev_sequence),
             )
         )
-        .where(row.c.id.in_(ids))
+        .where(row.c.id.in_(bindparam("ids", expanding=True, literal_execute=True)))
     )
-    return {id_: Status(status) for id_, status in connection.execute(statement)}
+    return {id_: Status(status) for id_, status in connection.execute(statement, {"ids": ids})}
 
 
 def _record(row: Row[Any]) -> OutboxRecord:
