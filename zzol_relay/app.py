@@ -158,8 +158,6 @@ class Relay:
         self._tails: weakref.WeakSet[Tail] = weakref.WeakSet()
         self.dead_letters = DeadLetters(self._store, DeadLetterStore(self._database), self.wake)
 
-    # -- lifecycle
-
     def start(self) -> Self:
         """Start the threads: dispatcher, settler, scheduler. Raises ``ConfigurationError`` when started before."""
         with self._state_lock:
@@ -216,8 +214,6 @@ class Relay:
         await self._direct.close()
         await asyncio.to_thread(self.stop)
 
-    # -- recording
-
     def record(self, target: Session | scoped_session[Session] | Connection, event: Event) -> Event:
         """Record ``event`` in the transaction of ``target``; returns it completed (id, time, sequence).
 
@@ -249,8 +245,6 @@ class Relay:
         """
         return self._recorder.begin(engine)
 
-    # -- the direct path, and reading (asyncio)
-
     async def publish(self, event: Event) -> str:
         """Publish an event that belongs to no database change, past the database; returns its entry id (Z20).
 
@@ -275,8 +269,6 @@ class Relay:
         tail = Tail(self.settings, self._streams[stream], listeners, self._observers)
         self._tails.add(tail)
         return tail
-
-    # -- running by hand, and looking
 
     def run_once(self) -> int:
         """Poll once, now, on this thread; returns how many rows were settled. Needs no ``start()``."""
