@@ -171,9 +171,24 @@ def test_an_unpublished_predecessor_defers_and_costs_nothing(
     took = commit(relay, engine, "A", 2)
     assert took < 0.25 + 0.2
     assert entries(redis_client) == []
-    assert facts.of(Deferred)[-1].reason == "order"
+    facts.wait_for(lambda fact: isinstance(fact, Deferred) and fact.reason == "order")
     waiting.run_once()
     assert [e.data for e in entries(redis_client)] == [1]
+
+
+def test_rows_recorded_in_an_outage_are_born_without_a_lease(
+    engine: Engine, make_relay: Any, own_redis: Any, facts: Facts
+) -> None:
+    """Nobody publishes them after their commit, so that the poller need not wait when Redis is back."""
+    relay: Relay = make_relay(engine, STREAMS, redis_url=own_redis.url, worker=False, born_lease=300.0)
+    own_redis.kill()
+    commit(relay, engine, "A", 1)
+    facts.wait_for(lambda fact: isinstance(fact, CircuitChanged) and fact.open)
+    commit(relay, engine, "B", 2)
+    own_redis.start()
+    facts.wait_for(lambda fact: isinstance(fact, CircuitChanged) and not fact.open)
+    assert relay.run_once() == 1
+    assert {row.aggregate_id: row.status for row in outbox_rows(engine)} == {"A": "PENDING", "B": "PUBLISHED"}
 
 
 def test_what_overflows_the_queue_is_left_to_the_poller(

@@ -1,4 +1,4 @@
-"""MySQL going away under running loops: they live on, and nothing is lost (S9; LESSONS: loops that died for nine days)."""
+"""MySQL going away under running loops: they live on, and nothing is lost (S9)."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from datetime import datetime
 from typing import Any
 
@@ -404,3 +405,16 @@ def test_facts_tell_of_recording_and_publishing(relay: Relay, engine: Engine, fa
         session.commit()
     assert facts.of(Recorded)[0].event_ids == (recorded.event_id,)
     assert facts.of(Published)[0].event_ids == (recorded.event_id,)
+
+
+def test_an_event_id_is_recorded_once(relay: Relay, engine: Engine, redis_client: redis.Redis) -> None:
+    """G5: a deterministic id makes a second attempt recognisable; the session stays usable."""
+    once = uuid.uuid4()
+    with Session(engine) as session:
+        relay.record(session, room_event(event_id=once, data=1))
+        session.commit()
+        with pytest.raises(InvalidEventError, match="already"):
+            relay.record(session, room_event(event_id=once, data=2))
+        relay.record(session, room_event(data=3))
+        session.commit()
+    assert [e.data for e in entries(redis_client)] == [1, 3]

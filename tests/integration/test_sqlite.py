@@ -39,9 +39,7 @@ def test_recording_publishing_rolling_back_and_polling(
     assert [(e.data, e.sequence) for e in entries(redis_client)] == [(1, 1), (2, 10)]
 
 
-def test_the_fallback_recovery_and_cleanup(
-    sqlite_engine: Engine, make_relay: Any, redis_client: redis.Redis
-) -> None:
+def test_the_fallback_recovery_and_cleanup(sqlite_engine: Engine, make_relay: Any, redis_client: redis.Redis) -> None:
     relay: Relay = make_relay(sqlite_engine, STREAMS, worker=False, start=False, mode="polling")
     for n in range(5):
         with Session(sqlite_engine) as session, session.begin():

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 from sqlalchemy import Engine, event, text
 from sqlalchemy.orm import Session
 
@@ -65,7 +67,7 @@ def test_z3_publishing_after_commit_loses_what_redis_did_not_take(
     """Z3."""
     relay: Relay = make_relay(engine, STREAMS, redis_url=own_redis.url)
     own_redis.kill()
-    with redis.Redis(port=own_redis.port, retry=None, socket_timeout=1) as client:
+    with redis.Redis(port=own_redis.port, socket_timeout=1, retry=Retry(NoBackoff(), 0)) as client:
         with Session(engine) as session:
             session.execute(INSERT)
             session.commit()
@@ -142,7 +144,7 @@ def test_z35_a_poller_takes_the_row_that_is_being_published_right_after_commit(
                 text(
                     "SELECT id FROM zzol_outbox_event WHERE status = 'PENDING' ORDER BY id LIMIT 50"
                     " FOR UPDATE SKIP LOCKED"
-                )  # fmt: skip
+                )
             ).all()
             for row in naive:
                 redis_client.xadd(NAIVE_STREAM, {"row": row.id})

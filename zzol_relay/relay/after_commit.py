@@ -220,6 +220,11 @@ class AfterCommit:
             self._thread.join(max(0.0, deadline - time.monotonic()))
         self._settler.stop(deadline)
 
+    @property
+    def accepts(self) -> bool:
+        """Whether a commit's rows would be taken now; the answer may be another when it comes to it."""
+        return not self._circuit.is_open and not self._stopping and self._thread.is_alive()
+
     def submit(self, shipments: Sequence[Shipment]) -> Ticket | None:
         """Queue a commit's rows for publishing; None where they are left to the poller, and nobody need wait."""
         if self._circuit.is_open:
@@ -229,7 +234,7 @@ class AfterCommit:
         ticket = Ticket(len(shipments))
         deadline = now + self._settings.commit_wait
         with self._wake:
-            # Not alive: never started, stopped, or the child of a fork.
+            # Not alive: never started, or the child of a fork.
             stopping = self._stopping or not self._thread.is_alive()
             if stopping or self._pending + len(shipments) > self._settings.dispatch_queue:
                 reason = "stopping" if stopping else "overflow"

@@ -155,13 +155,15 @@ class Recorder:
         # Within an aggregate the given order stays.
         order = sorted(range(len(prepared)), key=lambda i: _lock_order(prepared[i][0]))
         shipments: dict[int, Shipment] = {}
+        # With an open circuit nobody publishes after the commit: the poller need not wait for a lease to end.
+        leased = self._after_commit is not None and self._after_commit.accepts
         for i in order:
             event, data, key = prepared[i]
             previous: int | None = None
             if event.aggregate_id is not None:
                 sequence, previous = self._writer.allocate(connection, event)
                 event = dataclasses.replace(event, sequence=sequence)
-            row_id = self._writer.insert(connection, event, data, key, previous)
+            row_id = self._writer.insert(connection, event, data, key, previous, leased=leased)
             row = ClaimedRow(
                 id=row_id,
                 event=event,

@@ -8,10 +8,11 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import Connection, Row, bindparam, case, func, literal, select
+from sqlalchemy import Connection, Row, bindparam, case, func, select
 from sqlalchemy.dialects import mysql, sqlite
+from sqlalchemy.exc import IntegrityError
 
-from zzol_relay.core.errors import SequenceError
+from zzol_relay.core.errors import InvalidEventError, SequenceError
 from zzol_relay.core.events import Event
 from zzol_relay.core.lifecycle import Status
 from zzol_relay.store.database import Database
@@ -65,8 +66,9 @@ class OutboxWriter:
 
     def __init__(self, tables: Tables, token: bytes, born_lease: float) -> None:
         self._token = token
+        self._lease = round(born_lease * 1e6)
         self._insert = tables.outbox.insert().values(
-            due_at=utc_after(literal(round(born_lease * 1e6))),
+            due_at=utc_after(bindparam("lease")),
             created_at=utc_now(),
             updated_at=utc_now(),
             status=Status.PENDING.value,
@@ -143,31 +145,50 @@ class OutboxWriter:
         return event.sequence, last
 
     def insert(
-        self, connection: Connection, event: Event, data: bytes, stream_key: str, prev_sequence: int | None
+        self,
+        connection: Connection,
+        event: Event,
+        data: bytes,
+        stream_key: str,
+        prev_sequence: int | None,
+        *,
+        leased: bool = True,
     ) -> int:
-        """Insert one completed event as a PENDING row, born leased to this process; returns the row's id."""
+        """Insert one completed event as a PENDING row, born leased to this process; returns the row's id.
+
+        ``leased=False`` where nobody will publish it after the commit: the poller may take it at once. Raises
+        ``InvalidEventError`` for an event id that is in the outbox already.
+        """
+        try:
+            result = connection.execute(self._insert, self._values(event, data, stream_key, prev_sequence, leased))
+        except IntegrityError as error:
+            raise InvalidEventError(
+                "event_id", f"{event.event_id} is in the outbox already; an event is recorded once"
+            ) from error
+        return int(result.lastrowid)
+
+    def _values(
+        self, event: Event, data: bytes, stream_key: str, prev_sequence: int | None, leased: bool
+    ) -> dict[str, Any]:
         assert event.event_id is not None
         assert event.occurred_at is not None
-        result = connection.execute(
-            self._insert,
-            {
-                "event_id": event.event_id.bytes,
-                "stream_key": stream_key,
-                "aggregate_type": event.aggregate_type,
-                "aggregate_id": event.aggregate_id,
-                "sequence": event.sequence,
-                "prev_sequence": prev_sequence,
-                "event_type": event.type,
-                "schema_version": event.schema_version,
-                "payload": data,
-                "correlation_id": event.correlation_id,
-                "causation_id": event.causation_id,
-                "traceparent": event.traceparent,
-                "occurred_at": event.occurred_at.astimezone(UTC).replace(tzinfo=None),
-                "claim_token": self._token,
-            },
-        )
-        return int(result.lastrowid)
+        return {
+            "event_id": event.event_id.bytes,
+            "stream_key": stream_key,
+            "aggregate_type": event.aggregate_type,
+            "aggregate_id": event.aggregate_id,
+            "sequence": event.sequence,
+            "prev_sequence": prev_sequence,
+            "event_type": event.type,
+            "schema_version": event.schema_version,
+            "payload": data,
+            "correlation_id": event.correlation_id,
+            "causation_id": event.causation_id,
+            "traceparent": event.traceparent,
+            "occurred_at": event.occurred_at.astimezone(UTC).replace(tzinfo=None),
+            "claim_token": self._token,
+            "lease": self._lease if leased else 0,
+        }
 
 
 class OutboxStore:
