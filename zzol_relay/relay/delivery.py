@@ -71,7 +71,7 @@ class Delivery:
 
     def send(self, shipments: Sequence[Shipment], path: Path) -> Sent:
         """Publish in one pipeline, in the given order. Never raises for what Redis does."""
-        outcomes = self._publisher.publish([self._command(shipment) for shipment in shipments])
+        outcomes = self._publisher.publish(map(self._command, shipments)) if shipments else []
         done: list[tuple[ClaimedRow, str]] = []
         waiting: list[tuple[Shipment, WaitReason]] = []
         failed: list[tuple[ClaimedRow, str]] = []

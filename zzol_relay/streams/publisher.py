@@ -7,10 +7,11 @@ Synchronous, for the relay's threads. It decides nothing about rows; it says wha
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from importlib.resources import files
 from typing import Any
@@ -160,24 +161,30 @@ class ScriptPublisher:
         except RedisError as error:
             raise BrokerUnavailableError(f"Redis does not take writes: {describe(error)}") from error
 
-    def publish(self, commands: Sequence[Command]) -> list[Outcome]:
+    def publish(self, commands: Iterable[Command]) -> list[Outcome]:
         """Send the commands in order as one pipeline; one outcome per command, in their order. Never raises.
 
+        ``commands`` may be made as they are taken: Redis works on the first while the next are made.
         A command after one that failed is not held back: order between them is the script's matter (``next``).
         """
-        if not commands:
-            return []
-        replies = self._exchange([self._pack(command) for command in commands])
+        taken: list[Command] = []
+
+        def packed() -> Iterator[tuple[Any, ...]]:
+            for command in commands:
+                taken.append(command)
+                yield self._pack(command)
+
+        replies = self._exchange(packed())
         missing = [i for i, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
         if missing:
             # The server was restarted or its scripts were flushed. Load and send again, once, in the same order.
             self._sha = ""
-            again = self._exchange([self._pack(commands[i]) for i in missing])
+            again = self._exchange([self._pack(taken[i]) for i in missing])
             for i, reply in zip(missing, again, strict=True):
                 replies[i] = reply
         outcomes = [self._judge(reply) for reply in replies]
-        self._remember(commands, outcomes)
-        return self._sort_out_suspects(commands, outcomes)
+        self._remember(taken, outcomes)
+        return self._sort_out_suspects(taken, outcomes)
 
     def close(self) -> None:
         """Close every connection."""
@@ -201,19 +208,22 @@ class ScriptPublisher:
             return "0" * 40
         return self._sha
 
-    def _exchange(self, packed: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def _exchange(self, packed: Iterable[tuple[Any, ...]]) -> list[Any]:
         """Send, and read a reply or an exception for each. After a cut, those already read keep their replies."""
         pool = self._client.connection_pool
         replies: list[Any] = []
+        rest = iter(packed)
+        sent = 0
         try:
             connection = pool.get_connection()
         except RedisError as error:
-            return [error] * len(packed)
+            return [error for _ in rest]
         try:
-            for start in range(0, len(packed), _SLICE):
+            while batch := list(itertools.islice(rest, _SLICE)):
+                sent += len(batch)
                 # Packed by hiredis itself: redis-py looks at the type of each of 40 arguments first, 7 µs a command.
-                connection.send_packed_command([b"".join(map(pack_command, packed[start : start + _SLICE]))])
-            for _ in packed:
+                connection.send_packed_command([b"".join(map(pack_command, batch))])
+            for _ in range(sent):
                 try:
                     replies.append(connection.read_response())
                 except (RedisConnectionError, RedisTimeoutError) as error:
@@ -225,7 +235,8 @@ class ScriptPublisher:
                     replies.append(error)
         except (RedisError, OSError) as error:
             connection.disconnect()
-            replies += [error] * (len(packed) - len(replies))
+            replies += [error] * (sent - len(replies))
+            replies += [error for _ in rest]
         except BaseException:
             # Replies are still on the wire; the connection must not be used for anything else.
             connection.disconnect()
