@@ -21,7 +21,8 @@ from zzol_relay.core.events import Event
 from zzol_relay.core.lifecycle import Status
 from zzol_relay.core.observer import Fact, Observer
 from zzol_relay.settings import Settings, Stream
-from zzol_relay.store.outbox import Backlog, OutboxRecord
+from zzol_relay.store.gauges import Backlog
+from zzol_relay.store.outbox import OutboxRecord
 from zzol_relay.streams.tail import Entry, Listener, Tail
 from zzol_relay.version import __version__
 

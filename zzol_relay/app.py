@@ -35,7 +35,8 @@ from zzol_relay.settings import Settings, Stream
 from zzol_relay.store.claims import ClaimStore
 from zzol_relay.store.database import Database
 from zzol_relay.store.dead_letters import DeadLetterStore
-from zzol_relay.store.outbox import Backlog, OutboxStore, OutboxWriter
+from zzol_relay.store.gauges import Backlog
+from zzol_relay.store.outbox import OutboxStore, OutboxWriter
 from zzol_relay.store.upkeep import Instance, UpkeepStore
 from zzol_relay.streams.direct import DirectPublisher
 from zzol_relay.streams.keys import stream_keys

@@ -52,8 +52,9 @@ class Counters:
                 self._add(f"deferred_{path}", len(event_ids))
             case Settled(_, event_ids):
                 self._add("settled", len(event_ids))
-            case Claimed(event_ids):
+            case Claimed(event_ids, retries):
                 self._add("claimed", len(event_ids))
+                self._add("retried", retries)
             case Failed():
                 self._add("failed", 1)
             case DeadLettered():

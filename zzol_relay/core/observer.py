@@ -104,9 +104,10 @@ class DeadLettered:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Claimed:
-    """A worker holds these rows."""
+    """A worker holds these rows. ``retries`` is how many of them have failed before."""
 
     event_ids: tuple[uuid.UUID, ...]
+    retries: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -75,11 +75,12 @@ class Cleanup:
         while not self._stopping.is_set():
             deleted = self._upkeep.delete_settled()
             total += deleted
+            # Batch by batch: a cleanup of hours is seen to make progress.
+            self._observe(CleanedUp("outbox_event", deleted))
             if deleted < self._settings.cleanup_batch:
                 self._upkeep.finish_duty("cleanup", self._holder)
                 break
             if not self._upkeep.renew_duty("cleanup", self._holder, _CLEANUP_LEASE):
                 break
         _log.info("cleanup done", extra={"rows": total})
-        self._observe(CleanedUp("outbox_event", total))
         return total

@@ -72,7 +72,8 @@ class Worker:
                     self._observe(Deferred("poller", claim.waiting, "order"))
                 learned = False
                 if claim.rows:
-                    self._observe(Claimed(tuple(planned.row.event_id for planned in claim.rows)))
+                    retries = sum(1 for planned in claim.rows if planned.row.retry_count)
+                    self._observe(Claimed(tuple(planned.row.event_id for planned in claim.rows), retries))
                     learned = self._learn_shards(claim, epochs)
                     settled += self._deliver(claim, epochs, started)
                 if not claim.more and not learned:

@@ -16,19 +16,11 @@ from zzol_relay.core.errors import InvalidEventError, SequenceError
 from zzol_relay.core.events import Event
 from zzol_relay.core.lifecycle import Status
 from zzol_relay.store.database import Database
-from zzol_relay.store.dialect import seconds_since, utc_after, utc_now
+from zzol_relay.store.dialect import utc_after, utc_now
+from zzol_relay.store.gauges import Backlog, read_backlog
 from zzol_relay.store.tables import Tables
 
-__all__ = ["Backlog", "OutboxRecord", "OutboxStore", "OutboxWriter"]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Backlog:
-    """What waits. Ages are seconds, by the database's clock."""
-
-    by_status: dict[str, int]
-    oldest_unpublished_age: float | None
-    last_published_at: datetime | None
+__all__ = ["OutboxRecord", "OutboxStore", "OutboxWriter"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -241,25 +233,8 @@ class OutboxStore:
         return self._db.run("predecessors", lambda connection: read_predecessors(connection, self._t, ids))
 
     def backlog(self) -> Backlog:
-        """Counts by status, and the age of the oldest unpublished row."""
-        t = self._t
-
-        def read(connection: Connection) -> Backlog:
-            counts = {status.value: 0 for status in Status}
-            for status, number in connection.execute(select(t.c.status, func.count()).group_by(t.c.status)):
-                counts[status] = number
-            oldest = connection.execute(
-                select(func.max(seconds_since(t.c.created_at))).where(
-                    t.c.status.in_([Status.PENDING.value, Status.IN_PROGRESS.value])
-                )
-            ).scalar()
-            last = connection.execute(
-                select(t.c.published_at).where(t.c.status == Status.PUBLISHED.value)
-                .order_by(t.c.status.desc(), t.c.due_at.desc(), t.c.id.desc()).limit(1)
-            ).scalar()  # fmt: skip
-            return Backlog(counts, None if oldest is None else max(0.0, float(oldest)), last)
-
-        return self._db.run("backlog", read)
+        """Counts by status up to a cap, and the age of the oldest unpublished row."""
+        return self._db.run("backlog", lambda connection: read_backlog(connection, self._db.tables, Status))
 
     def find(self, event_id: uuid.UUID) -> OutboxRecord | None:
         """The row of an event, or None."""
@@ -318,20 +293,37 @@ def read_predecessors(connection: Connection, outbox: Any, ids: Sequence[int]) -
     if not ids:
         return {}
     row, before = outbox.alias("r"), outbox.alias("p")
-    statement = (
-        select(row.c.id, before.c.status)
-        .select_from(
-            row.join(
-                before,
-                (before.c.stream_key == row.c.stream_key)
-                & (before.c.aggregate_type == row.c.aggregate_type)
-                & (before.c.aggregate_id == row.c.aggregate_id)
-                & (before.c.sequence == row.c.prev_sequence),
-            )
-        )
-        .where(row.c.id.in_(bindparam("ids", expanding=True, literal_execute=True)))
-    )
+    statement = select(row.c.id, before.c.status).select_from(row.join(before, _is_before(before, row)))
+    statement = statement.where(row.c.id.in_(bindparam("ids", expanding=True, literal_execute=True)))
     return {id_: Status(status) for id_, status in connection.execute(statement, {"ids": ids})}
+
+
+def read_blocked_for(connection: Connection, outbox: Any, ids: Sequence[int], dead: float) -> dict[int, float]:
+    """Seconds until the predecessor of each of these rows may itself be claimed; absent where that is soon or unknown.
+
+    That of a predecessor in backoff, or one that waits in its turn, is its ``due_at``; of a dead letter, ``dead``. One
+    that somebody holds may be done at any moment.
+    """
+    row, before = outbox.alias("r"), outbox.alias("p")
+    waits = (before.c.status == Status.PENDING.value) & before.c.claim_token.is_(None)
+    statement = (
+        select(row.c.id, before.c.status, seconds_since(before.c.due_at))
+        .select_from(row.join(before, _is_before(before, row)))
+        .where(row.c.id.in_(ids), waits | (before.c.status == Status.DEAD_LETTER.value))
+    )
+    return {
+        id_: dead if status == Status.DEAD_LETTER.value else max(0.0, -float(since))
+        for id_, status, since in connection.execute(statement)
+    }
+
+
+def _is_before(before: Any, row: Any) -> Any:
+    return (
+        (before.c.stream_key == row.c.stream_key)
+        & (before.c.aggregate_type == row.c.aggregate_type)
+        & (before.c.aggregate_id == row.c.aggregate_id)
+        & (before.c.sequence == row.c.prev_sequence)
+    )
 
 
 def _record(row: Row[Any]) -> OutboxRecord:
