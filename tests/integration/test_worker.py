@@ -247,3 +247,35 @@ def test_a_slow_worker_checks_its_claim_just_before_sending(
     worker.run_once()
     assert facts.of(ClaimLost)[0].count == 1
     assert entries(redis_client) == []
+
+
+def test_what_stands_behind_a_row_in_backoff_waits_as_long_as_it(
+    producer: Relay, worker: Relay, engine: Engine, facts: Facts
+) -> None:
+    """A chain behind one row would else be claimed and put off again and again, all the backoff long."""
+    record(producer, engine, "A", 5)
+    first = outbox_rows(engine, "id")[0].id
+    execute(
+        engine,
+        "UPDATE zzol_outbox_event SET claim_token = NULL, due_at = UTC_TIMESTAMP(6) + INTERVAL 1 HOUR WHERE id = :id",
+        id=first,
+    )
+    assert worker.run_once() == 0
+    late = "due_at > UTC_TIMESTAMP(6) + INTERVAL 59 MINUTE AS late, status, retry_count"
+    assert {tuple(row) for row in outbox_rows(engine, late)} == {(1, "PENDING", 0)}
+
+
+def test_what_stands_behind_a_row_that_somebody_holds_is_looked_at_again_soon(
+    producer: Relay, worker: Relay, engine: Engine
+) -> None:
+    record(producer, engine, "A", 3)
+    first = outbox_rows(engine, "id")[0].id
+    execute(
+        engine,
+        "UPDATE zzol_outbox_event SET claim_token = :token, due_at = UTC_TIMESTAMP(6) + INTERVAL 1 HOUR WHERE id = :id",
+        token=b"t" * 16,
+        id=first,
+    )
+    assert worker.run_once() == 0
+    soon = "id, due_at < UTC_TIMESTAMP(6) + INTERVAL 1 MINUTE AS soon"
+    assert [row.soon for row in outbox_rows(engine, soon)] == [0, 1, 1]

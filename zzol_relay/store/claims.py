@@ -21,7 +21,7 @@ from zzol_relay.core.sequence import DeadLetterPolicy, Planned, plan_batch
 from zzol_relay.settings import Settings
 from zzol_relay.store.database import Database
 from zzol_relay.store.dialect import seconds_since, utc_after, utc_now
-from zzol_relay.store.outbox import read_predecessors
+from zzol_relay.store.order import prove, put_off
 from zzol_relay.store.tables import MAX_ERROR
 
 __all__ = ["Claim", "ClaimStore", "ClaimedRow", "Failure", "Recovery"]
@@ -152,38 +152,16 @@ class ClaimStore:
         return self._db.run("claim", lambda connection: self._claim(connection, token))
 
     def _claim(self, connection: Connection, token: bytes) -> Claim:
-        t = self._t
         rows = [_claimed(row) for row in connection.execute(self._candidates)]
         if not rows:
             return Claim(token, (), (), False)
-        plan = plan_batch(
-            rows, self._predecessors(connection, rows), self._policy, max_bytes=self._settings.batch_bytes
-        )
+        plan = plan_batch(rows, prove(connection, self._t, rows), self._policy, max_bytes=self._settings.batch_bytes)
         if plan.send:
             connection.execute(self._hold, {"ids": [planned.row.id for planned in plan.send], "token": token})
         if plan.wait:
-            connection.execute(
-                update(t)
-                .where(t.c.id.in_([row.id for row in plan.wait]), t.c.status == Status.PENDING.value)
-                .values(due_at=utc_after(literal(_micros(self._settings.blocked_delay))))
-            )
+            put_off(connection, self._t, plan.wait, self._settings)
         more = len(rows) == self._settings.batch_rows or bool(plan.leave)
         return Claim(token, plan.send, tuple(row.event_id for row in plan.wait), more and bool(plan.send or plan.wait))
-
-    def _predecessors(self, connection: Connection, rows: Sequence[ClaimedRow]) -> dict[int, Status]:
-        locked = {(row.aggregate_key, row.sequence) for row in rows}
-        statuses: dict[int, Status] = {}
-        others = []
-        for row in rows:
-            if not row.prev_sequence:
-                continue
-            if (row.aggregate_key, row.prev_sequence) in locked:
-                # We hold its lock and have read its status under it: nobody else can have changed it.
-                statuses[row.id] = Status.PENDING
-            else:
-                others.append(row.id)
-        statuses.update(read_predecessors(connection, self._t, others))
-        return statuses
 
     def payloads(self, ids: Sequence[int]) -> dict[int, bytes]:
         """The payloads that were too large to travel with the claim."""
