@@ -42,6 +42,7 @@ from zzol_relay.streams.direct import DirectPublisher
 from zzol_relay.streams.keys import stream_keys
 from zzol_relay.streams.publisher import ScriptPublisher
 from zzol_relay.streams.tail import Listener, Tail
+from zzol_relay.tracing import available, with_traceparent
 from zzol_relay.version import __version__
 
 __all__ = ["Relay", "RelayStatus", "migrate"]
@@ -106,6 +107,10 @@ class Relay:
 
     def _wire(self, engine: Engine | AsyncEngine | str, worker: bool) -> None:
         settings, observe = self.settings, self._observers
+        fill = complete
+        if settings.tracing:
+            available()
+            fill = _traced
         self._database = Database(engine, settings, observe)
         self._store = OutboxStore(self._database)
         self._claims = ClaimStore(self._database, settings, self.name)
@@ -140,6 +145,7 @@ class Relay:
             self._publisher.epoch,
             self._after_commit if hybrid else None,
             observe,
+            fill,
         )
         self._worker = Worker(self._claims, self._store, delivery, self._publisher, self._circuit, settings, observe)
         self._recovery = Recovery(self._claims, settings, observe)
@@ -155,7 +161,7 @@ class Relay:
             ]
             daily.append(Daily("cleanup", self._cleanup.run_once, settings.cleanup_at, settings.cleanup_timezone))
         self._scheduler = Scheduler(duties, daily, observe)
-        self._direct = DirectPublisher(settings, self._streams, complete, observe)
+        self._direct = DirectPublisher(settings, self._streams, fill, observe)
         self._tails: weakref.WeakSet[Tail] = weakref.WeakSet()
         self.dead_letters = DeadLetters(self._store, DeadLetterStore(self._database), self.wake)
 
@@ -329,6 +335,10 @@ class Relay:
         self._publisher.probe()
         # Whether Redis is still the same is asked before anything is sent to it.
         self._learn()
+
+
+def _traced(event: Event) -> Event:
+    return with_traceparent(complete(event))
 
 
 def migrate(engine: Engine | AsyncEngine | str, *, settings: Settings | None = None, **options: Any) -> tuple[str, ...]:

@@ -89,6 +89,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_payload_bytes: Count = 256 * 1024
     """Largest JSON encoding of an event's data."""
 
+    tracing: bool = False
+    """Give events that carry no ``traceparent`` that of the current OpenTelemetry span (the extra ``otel``)."""
+
     commit_wait: Annotated[float, Meta(ge=0)] = 0.25
     """Longest that ``commit()`` waits for the after-commit publish."""
     born_lease: Seconds = 2.0
@@ -150,6 +153,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Read and write timeout of the relay's own MySQL connections."""
     heartbeat_interval: Seconds = 5.0
     """Between two heartbeats in ``relay_instance``."""
+    liveness_grace: Seconds = 120.0
+    """How much longer than its interval a loop's round may take before the process counts as hung. Longer than
+    ``database_timeout`` and a backoff together: a database that hangs fails rounds, and must not end the process."""
     shutdown_timeout: Seconds = 8.0
     """Longest that ``stop()`` waits for what is under way."""
 

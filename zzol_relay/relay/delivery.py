@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -71,7 +72,9 @@ class Delivery:
 
     def send(self, shipments: Sequence[Shipment], path: Path) -> Sent:
         """Publish in one pipeline, in the given order. Never raises for what Redis does."""
+        started = time.monotonic()
         outcomes = self._publisher.publish(map(self._command, shipments)) if shipments else []
+        took = time.monotonic() - started
         done: list[tuple[ClaimedRow, str]] = []
         waiting: list[tuple[Shipment, WaitReason]] = []
         failed: list[tuple[ClaimedRow, str]] = []
@@ -97,7 +100,7 @@ class Delivery:
                 failed.append((row, outcome.detail))
             else:
                 waiting.append((shipment, _WAITS[kind]))
-        self._announce(path, published, duplicates)
+        self._announce(path, published, duplicates, took)
         if waiting:
             self._react(shipments, outcomes)
         return Sent(tuple(done), tuple(waiting), tuple(failed), tuple(impossible))
@@ -119,10 +122,10 @@ class Delivery:
             replay=row.replays if shipment.mode is Mode.REPLAY else 0,
         )
 
-    def _announce(self, path: Path, published: list[ClaimedRow], duplicates: list[ClaimedRow]) -> None:
+    def _announce(self, path: Path, published: list[ClaimedRow], duplicates: list[ClaimedRow], took: float) -> None:
         if published:
             self._observe(
-                Published(path, tuple(row.event_id for row in published), tuple(row.age for row in published))
+                Published(path, tuple(row.event_id for row in published), tuple(row.age + took for row in published))
             )
         if duplicates:
             self._observe(DuplicatesSuppressed(path, tuple(row.event_id for row in duplicates)))

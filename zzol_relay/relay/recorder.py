@@ -60,6 +60,7 @@ class Recorder:
         epoch: Callable[[str], str | None],
         after_commit: AfterCommit | None,
         observe: Callable[[Fact], None],
+        fill: Callable[[Event], Event] = complete,
     ) -> None:
         self._database = database
         self._writer = writer
@@ -68,6 +69,7 @@ class Recorder:
         self._epoch = epoch
         self._after_commit = after_commit
         self._observe = observe
+        self._fill = fill
         self._connections: WeakKeyDictionary[Connection, ConnectionUnit] = WeakKeyDictionary()
         self._place = _place(make_url(database.source) if isinstance(database.source, str) else database.source.url)
         self.hook_errors = 0
@@ -146,7 +148,7 @@ class Recorder:
         if stream is None:
             raise UnknownStreamError(event.stream, tuple(self._streams))
         data = encode_data(event.data, self._settings.max_payload_bytes)
-        event = complete(event)
+        event = self._fill(event)
         shard = shard_of(event.aggregate_id or str(event.event_id), stream.shards)
         return event, data, stream_key(self._settings.key_prefix, event.stream, shard)
 
