@@ -20,6 +20,7 @@ from zzol_relay.core.errors import (
 from zzol_relay.core.events import Event
 from zzol_relay.core.lifecycle import Status
 from zzol_relay.core.observer import Fact, Observer
+from zzol_relay.relay.health import Health
 from zzol_relay.settings import Settings, Stream
 from zzol_relay.store.gauges import Backlog
 from zzol_relay.store.outbox import OutboxRecord
@@ -37,6 +38,7 @@ __all__ = [
     "Event",
     "EventError",
     "Fact",
+    "Health",
     "InvalidEventError",
     "Listener",
     "Observer",

@@ -13,7 +13,7 @@ import uuid
 import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from sqlalchemy import Connection, Engine
 from sqlalchemy.ext.asyncio import AsyncEngine
@@ -27,6 +27,7 @@ from zzol_relay.relay.after_commit import AfterCommit, Settler
 from zzol_relay.relay.circuit import Circuit
 from zzol_relay.relay.dead_letters import DeadLetters
 from zzol_relay.relay.delivery import Delivery
+from zzol_relay.relay.health import Health, Vitals
 from zzol_relay.relay.recorder import Recorder, complete
 from zzol_relay.relay.upkeep import Cleanup, Recovery
 from zzol_relay.relay.worker import Worker
@@ -35,14 +36,14 @@ from zzol_relay.settings import Settings, Stream
 from zzol_relay.store.claims import ClaimStore
 from zzol_relay.store.database import Database
 from zzol_relay.store.dead_letters import DeadLetterStore
-from zzol_relay.store.gauges import Backlog
+from zzol_relay.store.gauges import Backlog, GaugeStore
 from zzol_relay.store.outbox import OutboxStore, OutboxWriter
 from zzol_relay.store.upkeep import Instance, UpkeepStore
 from zzol_relay.streams.direct import DirectPublisher
 from zzol_relay.streams.keys import stream_keys
 from zzol_relay.streams.publisher import ScriptPublisher
 from zzol_relay.streams.tail import Listener, Tail
-from zzol_relay.tracing import available, with_traceparent
+from zzol_relay.tracing import traced
 from zzol_relay.version import __version__
 
 __all__ = ["Relay", "RelayStatus", "migrate"]
@@ -59,6 +60,7 @@ class RelayStatus:
     loops: dict[str, float]
     counters: dict[str, int]
     instances: list[Instance]
+    health: Health
 
 
 class Relay:
@@ -102,15 +104,12 @@ class Relay:
         self._observers = Observers((self._counters, *observers))
         self._role = "worker" if worker and not self._streams else "app+worker" if worker else "app"
         self._state_lock = threading.Lock()
-        self._state = "new"
+        self._state: Literal["new", "started", "stopped"] = "new"
         self._wire(engine, worker)
 
     def _wire(self, engine: Engine | AsyncEngine | str, worker: bool) -> None:
         settings, observe = self.settings, self._observers
-        fill = complete
-        if settings.tracing:
-            available()
-            fill = _traced
+        fill = traced(complete) if settings.tracing else complete
         self._database = Database(engine, settings, observe)
         self._store = OutboxStore(self._database)
         self._claims = ClaimStore(self._database, settings, self.name)
@@ -150,7 +149,7 @@ class Relay:
         self._worker = Worker(self._claims, self._store, delivery, self._publisher, self._circuit, settings, observe)
         self._recovery = Recovery(self._claims, settings, observe)
         self._cleanup = Cleanup(self._upkeep, settings, self._id, observe)
-        duties = [Duty("heartbeat", self.beat, settings.heartbeat_interval)]
+        duties = [Duty("heartbeat", self._heartbeat, settings.heartbeat_interval)]
         daily = []
         if worker:
             duties += [
@@ -161,6 +160,12 @@ class Relay:
             ]
             daily.append(Daily("cleanup", self._cleanup.run_once, settings.cleanup_at, settings.cleanup_timezone))
         self._scheduler = Scheduler(duties, daily, observe)
+        intervals = {duty.name: duty.interval for duty in duties}
+        if hybrid:
+            intervals |= dict.fromkeys(("dispatcher", "settler"), settings.heartbeat_interval)
+        allowances = {loop: interval + settings.liveness_grace for loop, interval in intervals.items()}
+        self._vitals = Vitals(GaugeStore(self._database), self._upkeep, self._id, allowances)
+        observe.add(self._vitals.pulse)
         self._direct = DirectPublisher(settings, self._streams, fill, observe)
         self._tails: weakref.WeakSet[Tail] = weakref.WeakSet()
         self.dead_letters = DeadLetters(self._store, DeadLetterStore(self._database), self.wake)
@@ -177,6 +182,7 @@ class Relay:
             self._circuit.open(str(error))
         if self.settings.mode == "hybrid":
             self._after_commit.start()
+        self._vitals.pulse.start()
         self._scheduler.start()
         _log.info("relay started", extra={"relay": self.name, "role": self._role, "version": __version__})
         return self
@@ -198,6 +204,7 @@ class Relay:
             self._circuit.stop()
             try:
                 self._upkeep.leave(self._id)
+                self._vitals.leave()
             except Exception:
                 _log.warning("could not sign off from relay_instance", exc_info=True)
         self._publisher.close()
@@ -301,7 +308,11 @@ class Relay:
     def beat(self) -> None:
         """Write this process's heartbeat."""
         circuit = "open" if self._circuit.is_open else "closed"
-        counters: dict[str, Any] = dict(self._counters.counts())
+        health = self.health()
+        counters: dict[str, Any] = {
+            **self._counters.counts(),
+            "health": {"live": health.live, "ready": health.ready, "reasons": health.reasons},
+        }
         self._upkeep.beat(self._id, self.name, __version__, self._role, circuit, counters)
 
     def status(self) -> RelayStatus:
@@ -312,7 +323,27 @@ class Relay:
             self._counters.beat_ages(),
             self._counters.counts(),
             self._upkeep.instances(),
+            self.health(),
         )
+
+    def health(self) -> Health:
+        """Whether this process lives and is ready; asks neither MySQL nor Redis, so their outages change nothing."""
+        return self._vitals.health(self._state)
+
+    def gauges(self, timeout: float = 2.0) -> Backlog | None:
+        """The backlog without settled rows, where this process is the one of all to report it, else None.
+
+        Raises ``TimeoutError`` where MySQL does not answer in time, and what SQLAlchemy raises.
+        """
+        return self._vitals.gauges(timeout)
+
+    def errors(self) -> dict[str, int]:
+        """What was swallowed since the start: ``observer``, ``hook`` (after commit), ``direct_dropped``."""
+        return {
+            "observer": self._observers.errors,
+            "hook": self._recorder.hook_errors,
+            "direct_dropped": self._direct.dropped,
+        }
 
     @property
     def streams(self) -> Mapping[str, Stream]:
@@ -322,6 +353,11 @@ class Relay:
     def observe(self, observer: Observer) -> None:
         """Add an observer; it hears every later fact."""
         self._observers.add(observer)
+
+    def _heartbeat(self) -> None:
+        # Without its table there is nothing to beat in; and no backoff, to be ready soon after the migration.
+        if self._vitals.schema_fits():
+            self.beat()
 
     def _learn(self) -> None:
         newest: dict[str, str] = {}
@@ -335,10 +371,6 @@ class Relay:
         self._publisher.probe()
         # Whether Redis is still the same is asked before anything is sent to it.
         self._learn()
-
-
-def _traced(event: Event) -> Event:
-    return with_traceparent(complete(event))
 
 
 def migrate(engine: Engine | AsyncEngine | str, *, settings: Settings | None = None, **options: Any) -> tuple[str, ...]:

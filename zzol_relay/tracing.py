@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from zzol_relay.core.errors import ConfigurationError
@@ -25,14 +25,15 @@ from zzol_relay.core.events import Event
 if TYPE_CHECKING:
     from opentelemetry.context import Context
 
-__all__ = ["available", "context_of", "with_traceparent"]
+__all__ = ["context_of", "traced", "with_traceparent"]
 
 _PARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}\Z")
 
 
-def available() -> None:
-    """Raise ``ConfigurationError`` where opentelemetry-api is not installed."""
+def traced(complete: Callable[[Event], Event]) -> Callable[[Event], Event]:
+    """``complete`` and then ``with_traceparent``. Raises ``ConfigurationError`` without opentelemetry-api."""
     _api()
+    return lambda event: with_traceparent(complete(event))
 
 
 def with_traceparent(event: Event) -> Event:

