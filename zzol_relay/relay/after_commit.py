@@ -110,6 +110,7 @@ class Settler:
         self._observe = observe
         self._queue: deque[tuple[int, str, uuid.UUID]] = deque()
         self._wake = threading.Condition()
+        self._idle = False
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="zzol-relay-settler", daemon=True)
 
@@ -122,7 +123,10 @@ class Settler:
         with self._wake:
             room = self._settings.settle_queue - len(self._queue)
             self._queue.extend(marks[:room])
-            self._wake.notify()
+            # While marks gather, only a full batch is worth waking the thread for: each waking takes the interpreter
+            # from the threads that commit.
+            if self._idle or len(self._queue) >= self._settings.dispatch_batch:
+                self._wake.notify()
         if len(marks) > room:
             self._observe(Deferred("after_commit", tuple(mark[2] for mark in marks[room:]), "overflow"))
 
@@ -161,7 +165,9 @@ class Settler:
         """The next batch; empty after a while without work, so that idling is seen to be life; None at the end."""
         with self._wake:
             if not self._queue and not self._stopping:
+                self._idle = True
                 self._wake.wait(self._settings.heartbeat_interval)
+                self._idle = False
             if not self._queue:
                 return None if self._stopping else []
             if len(self._queue) < self._settings.dispatch_batch and not self._stopping:
@@ -331,8 +337,9 @@ class AfterCommit:
             shipments.append(dataclasses.replace(job.shipment, row=row))
         sent = self._delivery.send(shipments, "after_commit")
         if sent.done:
-            self._settler.put([(row.id, entry, row.event_id) for row, entry in sent.done])
+            # Whoever waits goes on first; the marks have time.
             self._finish([by_id[row.id] for row, _ in sent.done])
+            self._settler.put([(row.id, entry, row.event_id) for row, entry in sent.done])
         deferred = []
         left: dict[str, list[_Job]] = {}
         for shipment, reason in sent.waiting:
