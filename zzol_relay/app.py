@@ -307,21 +307,20 @@ class Relay:
 
     def beat(self) -> None:
         """Write this process's heartbeat."""
-        circuit = "open" if self._circuit.is_open else "closed"
         health = self.health()
         counters: dict[str, Any] = {
-            **self._counters.counts(),
+            **self.counters,
             "health": {"live": health.live, "ready": health.ready, "reasons": health.reasons},
         }
-        self._upkeep.beat(self._id, self.name, __version__, self._role, circuit, counters)
+        self._upkeep.beat(self._id, self.name, __version__, self._role, self.circuit, counters)
 
     def status(self) -> RelayStatus:
         """Backlog, circuit, loops, counters and instances. Reads the database."""
         return RelayStatus(
             self._store.backlog(),
-            "open" if self._circuit.is_open else "closed",
+            self.circuit,
             self._counters.beat_ages(),
-            self._counters.counts(),
+            self.counters,
             self._upkeep.instances(),
             self.health(),
         )
@@ -344,6 +343,16 @@ class Relay:
             "hook": self._recorder.hook_errors,
             "direct_dropped": self._direct.dropped,
         }
+
+    @property
+    def circuit(self) -> str:
+        """``open`` while this process finds Redis unavailable, else ``closed``."""
+        return "open" if self._circuit.is_open else "closed"
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """What this process has counted since it began."""
+        return self._counters.counts()
 
     @property
     def streams(self) -> Mapping[str, Stream]:

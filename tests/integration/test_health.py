@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import http.client
 import itertools
+import signal
 import threading
 import time
 from collections.abc import Callable
+from datetime import datetime
 from typing import Any
 
+import orjson
 import pytest
+from prometheus_client import CollectorRegistry
 from sqlalchemy import Engine, text
 from sqlalchemy.orm import Session
 
+from tests.support.cli import WORKER, run_cli
 from tests.support.facts import Facts
-from zzol_relay import Event, Health, Relay, migrate
-from zzol_relay.core.observer import CircuitChanged, LoopBeat, LoopFailed
+from zzol_relay import ConfigurationError, Event, Health, Relay, migrate
+from zzol_relay.cli.health import verdict
+from zzol_relay.core.observer import CircuitChanged, LoopBeat, LoopFailed, Settled
+from zzol_relay.metrics import Metrics
+from zzol_relay.probes import serve_probes
 from zzol_relay.relay.health import InTime, Schema, judge
+from zzol_relay.store.upkeep import Instance
 
 LOOPS = {"heartbeat", "poller", "recovery", "overdue-cleanup", "dispatcher", "settler"}
 
@@ -217,3 +227,143 @@ def test_what_hangs_is_asked_once_and_waited_for_briefly() -> None:
 
     with pytest.raises(ValueError, match="no"):
         InTime(fail, "test")(10.0)
+
+
+class Probe:
+    """A client of the probes at a port of this machine."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+
+    def ask(self, path: str, method: str = "GET") -> tuple[int, Any]:
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=20)
+        try:
+            connection.request(method, path)
+            answer = connection.getresponse()
+            body = answer.read()
+        finally:
+            connection.close()
+        kind = answer.headers["Content-Type"] or ""
+        return answer.status, orjson.loads(body) if body and kind == "application/json" else body.decode()
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+@pytest.mark.usefixtures("relay_tables")
+def test_probes_over_http(engine: Engine, make_relay: Any, registry: CollectorRegistry, facts: Facts) -> None:
+    relay: Relay = make_relay(engine, start=False)
+    Metrics(registry).attach(relay)
+    with serve_probes(relay, 0, registry=registry) as server:
+        probe = Probe(server.port)
+        assert probe.ask("/live") == (200, {"live": True, "reasons": []})
+        assert probe.ask("/ready") == (503, {"ready": False, "reasons": ["not started"]})
+        relay.start()
+        wait_until(lambda: probe.ask("/ready")[0] == 200)
+        with Session(engine) as session, session.begin():
+            relay.record(session, happened())
+        facts.wait_for(Settled)
+        code, status = probe.ask("/status")
+        assert code == 200
+        assert status["health"]["live"]
+        assert status["health"]["loops"].keys() == LOOPS
+        assert status["redis"] == {"circuit": "closed"}
+        assert status["database"] == {"answers": True, "error": None}
+        assert status["backlog"]["by_status"]["PUBLISHED"] == 1
+        assert status["backlog"]["last_published_at"].endswith("Z")
+        assert status["counters"]["published_after_commit"] == 1
+        assert status["errors"] == {"observer": 0, "hook": 0, "direct_dropped": 0}
+        code, text_ = probe.ask("/metrics")
+        assert code == 200
+        assert 'zzol_outbox_published_total{path="after_commit"} 1.0' in text_
+        assert probe.ask("/live", "HEAD") == (200, "")
+        assert probe.ask("/live", "POST")[0] == 405
+        assert probe.ask("/elsewhere")[0] == 404
+        relay.stop()
+        assert probe.ask("/ready")[0] == 503
+    with pytest.raises(OSError, match="refused"):
+        probe.ask("/live")
+
+
+@pytest.mark.usefixtures("relay_tables")
+def test_probes_answer_while_the_database_hangs(
+    engine: Engine, make_relay: Any, database_server: Any, registry: CollectorRegistry
+) -> None:
+    relay: Relay = make_relay(engine, liveness_grace=0.5)
+    Metrics(registry).attach(relay)
+    with serve_probes(relay, 0, registry=registry) as server:
+        probe = Probe(server.port)
+        wait_until(lambda: probe.ask("/ready")[0] == 200)
+        database_server.pause()
+        wait_until(lambda: probe.ask("/live")[0] == 503)
+        assert "poller" in str(probe.ask("/live")[1]["reasons"])
+        assert probe.ask("/ready")[0] == 200
+        started = time.monotonic()
+        for _ in range(2):
+            assert probe.ask("/status")[1]["database"] == {"answers": False, "error": "TimeoutError"}
+            assert "zzol_gauges_failures_total" in probe.ask("/metrics")[1]
+        assert time.monotonic() - started < 15.0
+        threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("zzol-relay-")]
+        assert threads.count("zzol-relay-status") == threads.count("zzol-relay-gauges") == 1
+        database_server.resume()
+        wait_until(lambda: probe.ask("/live")[0] == 200)
+        wait_until(lambda: probe.ask("/status")[1]["database"]["answers"])
+
+
+@pytest.mark.usefixtures("relay_tables")
+def test_a_port_that_is_taken_is_named(engine: Engine, make_relay: Any) -> None:
+    relay: Relay = make_relay(engine, start=False)
+    with serve_probes(relay, 0) as server, pytest.raises(ConfigurationError, match=f"port {server.port}"):
+        serve_probes(relay, server.port)
+
+
+def test_a_worker_serves_its_probes(
+    engine: Engine, database_url: str, redis_server: Any, run_child: Any, facts: Facts
+) -> None:
+    migrate(engine)
+    env = {"ZZOL_DATABASE_URL": database_url, "ZZOL_REDIS_URL": redis_server.url, "ZZOL_HEARTBEAT_INTERVAL": "0.2"}
+    answer = run_cli("status", "--health", **env)
+    assert (answer.code, "no worker" in answer.out) == (1, True)
+    child = run_child(WORKER, "--log-json", "worker", "--probe-port", "0", **env)
+    line = child.wait_for_line('{"time"')
+    assert "probes are served" in line
+    probe = Probe(orjson.loads(line)["port"])
+    wait_until(lambda: probe.ask("/ready")[0] == 200)
+    assert probe.ask("/live")[0] == 200
+    assert "process_cpu_seconds_total" in probe.ask("/metrics")[1]
+    wait_until(lambda: run_cli("status", "--health", **env).code == 0)
+    answer = run_cli("status", "--health", "--json", **env)
+    assert (answer.json["live"], answer.json["ready"], answer.json["reasons"]) == (True, True, [])
+    assert [instance["role"] for instance in answer.json["instances"]] == ["worker"]
+    child.kill(signal.SIGTERM)
+    assert child.wait() == 0
+    assert run_cli("status", "--health", **env).code == 1
+
+
+def test_the_command_tells_a_missing_schema(database_url: str, redis_server: Any) -> None:
+    answer = run_cli("status", "--health", ZZOL_DATABASE_URL=database_url, ZZOL_REDIS_URL=redis_server.url)
+    assert answer.code == 1
+    assert "zzol-relay migrate" in answer.out
+
+
+def instance(role: str, beat_age: float, **health: Any) -> Instance:
+    counters = {"health": health} if health else {}
+    return Instance(f"box:{role}", "1", role, "closed", counters, datetime(2026, 1, 1), beat_age)
+
+
+@pytest.mark.parametrize(
+    ("instances", "live", "ready", "reason"),
+    [
+        ([], False, False, "no worker has given a sign of life within 30 s"),
+        ([instance("worker", 1.0)], True, True, ""),
+        ([instance("worker", 31.0)], False, False, "no worker has given a sign of life within 30 s"),
+        ([instance("app", 1.0)], False, False, "no worker has given a sign of life within 30 s"),
+        ([instance("app+worker", 1.0), instance("worker", 900.0, live=False)], True, True, ""),
+        ([instance("worker", 1.0, live=False, ready=True, reasons=["hung"])], False, True, "box:worker: hung"),
+        ([instance("worker", 1.0, live=True, ready=False, reasons=[])], True, False, "no worker is ready"),
+    ],
+)
+def test_the_verdict_on_a_deployment(instances: list[Instance], live: bool, ready: bool, reason: str) -> None:
+    assert verdict(True, instances, 30.0) == (live, ready, [reason] if reason else [])

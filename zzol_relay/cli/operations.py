@@ -9,6 +9,7 @@ import typer
 
 from zzol_relay.cli.context import make_relay, open_relay, options_of
 from zzol_relay.cli.failures import Exit
+from zzol_relay.cli.health import report
 from zzol_relay.cli.output import print_json, print_pairs, print_table, seconds, when
 from zzol_relay.core.errors import BrokerUnavailableError
 from zzol_relay.store.migrate import current_revision, head_revision, migration_sql, upgrade
@@ -35,9 +36,13 @@ def migrate(
 def status(
     context: typer.Context,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    health: Annotated[bool, typer.Option("--health", help="Only judge: exit code 0 or 1.")] = False,
 ) -> None:
     """Show the backlog, the processes, and whether Redis can be reached (exit code 3 where not)."""
     options = options_of(context)
+    if health:
+        report(options, json=json)
+        return
     with open_relay(options) as relay:
         found = relay.status()
         revision = current_revision(options.settings.database_url, options.settings)

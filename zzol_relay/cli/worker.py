@@ -12,6 +12,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from zzol_relay.cli.context import make_relay, options_of
 from zzol_relay.cli.failures import Exit, explain
+from zzol_relay.cli.probes import ProbeHost, ProbePort, serving
 from zzol_relay.core.errors import SchemaError
 from zzol_relay.settings import Settings
 from zzol_relay.store.migrate import schema_fits
@@ -24,7 +25,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _STOP_WITHIN = 9.5
 
 
-def worker(context: typer.Context) -> None:
+def worker(context: typer.Context, probe_port: ProbePort = None, probe_host: ProbeHost = "127.0.0.1") -> None:
     """Publish what the outbox holds, recover expired claims, and clean up daily, until SIGTERM or SIGINT.
 
     On the first signal it claims no more, finishes or gives back what it holds, and ends with exit code 0; where that
@@ -37,15 +38,16 @@ def worker(context: typer.Context) -> None:
     relay = make_relay(options.settings)
     # Waited for below instead of handled: a handler could interrupt this thread anywhere. Threads inherit the mask.
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    try:
-        _check_schema(options.settings)
-        relay.start()
-        received = signal.sigwait(_SIGNALS)
-        _log.info("stopping", extra={"signal": signal.Signals(received).name})
-        _die_of_the_next_signal()
-        _die_when_late()
-    finally:
-        relay.stop()
+    with serving(relay, probe_host, probe_port):
+        try:
+            _check_schema(options.settings)
+            relay.start()
+            received = signal.sigwait(_SIGNALS)
+            _log.info("stopping", extra={"signal": signal.Signals(received).name})
+            _die_of_the_next_signal()
+            _die_when_late()
+        finally:
+            relay.stop()
 
 
 def _check_schema(settings: Settings) -> None:
