@@ -25,17 +25,16 @@ from zzol_relay.core.events import Event
 from zzol_relay.core.observer import Observer, Observers
 from zzol_relay.relay.after_commit import AfterCommit, Settler
 from zzol_relay.relay.circuit import Circuit
-from zzol_relay.relay.dead_letters import DeadLetters
 from zzol_relay.relay.delivery import Delivery
 from zzol_relay.relay.health import Health, Vitals
 from zzol_relay.relay.recorder import Recorder, complete
+from zzol_relay.relay.tools import operator_tools
 from zzol_relay.relay.upkeep import Cleanup, Recovery
 from zzol_relay.relay.worker import Worker
 from zzol_relay.scheduler import Daily, Duty, Scheduler
 from zzol_relay.settings import Settings, Stream
 from zzol_relay.store.claims import ClaimStore
 from zzol_relay.store.database import Database
-from zzol_relay.store.dead_letters import DeadLetterStore
 from zzol_relay.store.gauges import Backlog, GaugeStore
 from zzol_relay.store.outbox import OutboxStore, OutboxWriter
 from zzol_relay.store.upkeep import Instance, UpkeepStore
@@ -168,7 +167,9 @@ class Relay:
         observe.add(self._vitals.pulse)
         self._direct = DirectPublisher(settings, self._streams, fill, observe)
         self._tails: weakref.WeakSet[Tail] = weakref.WeakSet()
-        self.dead_letters = DeadLetters(self._store, DeadLetterStore(self._database), self.wake)
+        self.dead_letters, self.events, self.republish = operator_tools(
+            self._database, self._store, self._publisher, settings, self.wake
+        )
 
     def start(self) -> Self:
         """Start the threads: dispatcher, settler, scheduler. Raises ``ConfigurationError`` when started before."""

@@ -69,6 +69,7 @@ def test_it_holds_the_package_and_nothing_else(wheel: Path):
         "zzol_relay/_migrations/script.py.mako",
         "zzol_relay/py.typed",
         "zzol_relay/streams/epoch.lua",
+        "zzol_relay/streams/present.lua",
         "zzol_relay/streams/publish.lua",
     }
     in_checkout = {f"zzol_relay/_migrations/{path.relative_to(ROOT / 'migrations' / 'relay')}"

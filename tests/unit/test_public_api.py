@@ -14,11 +14,13 @@ import pytest
 import zzol_relay
 
 PUBLIC = [
+    "AuditEntry",
     "Backlog",
     "BrokerError",
     "BrokerUnavailableError",
     "ConfigurationError",
     "DeadLetterError",
+    "DeadLetterFilter",
     "EmbeddedServiceError",
     "Entry",
     "Event",
@@ -35,10 +37,12 @@ PUBLIC = [
     "Relay",
     "RelayError",
     "RelayStatus",
+    "Republished",
     "SchemaError",
     "SequenceError",
     "Settings",
     "Status",
+    "Story",
     "Stream",
     "Tail",
     "UnknownStreamError",

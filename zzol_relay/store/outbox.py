@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import Connection, CursorResult, Row, bindparam, case, func, select
+from sqlalchemy import ColumnElement, Connection, CursorResult, Row, bindparam, case, func, select
 from sqlalchemy.dialects import mysql, sqlite
 from sqlalchemy.exc import IntegrityError
 
@@ -21,7 +21,7 @@ from zzol_relay.store.gauges import Backlog, read_backlog
 from zzol_relay.store.order import read_predecessors
 from zzol_relay.store.tables import Tables
 
-__all__ = ["OutboxRecord", "OutboxStore", "OutboxWriter"]
+__all__ = ["OutboxRecord", "OutboxStore", "OutboxWriter", "in_stream", "to_record"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,6 +50,9 @@ class OutboxRecord:
     stream_entry_id: str | None
     payload: bytes
 
+
+_PIECE = 50_000
+"""Rows that a search without an index reads per query."""
 
 _KEY = ("stream", "aggregate_type", "aggregate_id")
 _INSERTED = (
@@ -242,21 +245,54 @@ class OutboxStore:
 
         def read(connection: Connection) -> OutboxRecord | None:
             row = connection.execute(select(self._t).where(self._t.c.event_id == event_id.bytes)).first()
-            return None if row is None else _record(row)
+            return None if row is None else to_record(row)
 
         return self._db.run("find", read)
 
-    def list_by_status(self, status: Status, *, limit: int = 100, after: int = 0) -> list[OutboxRecord]:
-        """Rows in ``status``, by id, ``limit`` of them with an id above ``after``."""
+    def of_aggregate(
+        self, kind: str, id_: str, *, stream: str | None = None, prefix: str = "", limit: int = 100
+    ) -> list[OutboxRecord]:
+        """The newest ``limit`` rows of an aggregate per shard, in sequence order, stream by stream.
+
+        ``stream`` limits it to the logical stream of that name under the key ``prefix``.
+        """
+        t = self._t
 
         def read(connection: Connection) -> list[OutboxRecord]:
-            t = self._t
-            rows = connection.execute(
-                select(t).where(t.c.status == status.value, t.c.id > after).order_by(t.c.id).limit(limit)
-            )
-            return [_record(row) for row in rows]
+            # The aggregate alone is no prefix of the unique index; the few keys before it are.
+            keys = select(t.c.stream_key).distinct()
+            if stream is not None:
+                keys = keys.where(in_stream(t.c.stream_key, prefix, stream))
+            found: list[OutboxRecord] = []
+            for key in sorted(connection.execute(keys).scalars()):
+                newest = (
+                    select(t)
+                    .where(t.c.stream_key == key, t.c.aggregate_type == kind, t.c.aggregate_id == id_)
+                    .order_by(t.c.sequence.desc())
+                    .limit(limit)
+                )
+                found += reversed([to_record(row) for row in connection.execute(newest)])
+            return found
 
-        return self._db.run("list", read)
+        return self._db.run("of_aggregate", read)
+
+    def of_correlation(self, correlation_id: str, *, limit: int = 100) -> list[OutboxRecord]:
+        """The newest ``limit`` rows of a correlation id, in id order. Reads the whole table, piece by piece."""
+        t = self._t
+        bounds = select(func.min(t.c.id), func.max(t.c.id))
+        low, high = self._db.run("find", lambda connection: connection.execute(bounds).one().tuple())
+        found: list[OutboxRecord] = []
+        # No index holds it, and one query over millions of rows would outlast the relay's timeout.
+        while high is not None and high >= low and len(found) < limit:
+            found += self._piece(high, correlation_id, limit - len(found))
+            high -= _PIECE
+        return found[::-1]
+
+    def _piece(self, high: int, correlation_id: str, limit: int) -> list[OutboxRecord]:
+        t = self._t
+        chosen = select(t).where(t.c.id > high - _PIECE, t.c.id <= high, t.c.correlation_id == correlation_id)
+        chosen = chosen.order_by(t.c.id.desc()).limit(limit)
+        return self._db.run("find", lambda connection: [to_record(row) for row in connection.execute(chosen)])
 
     def newest_entries(self, limit: int = 1000) -> dict[str, str]:
         """Of the ``limit`` rows settled last: the highest entry id per stream key."""
@@ -285,7 +321,15 @@ def newest_per_key(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
     return {key: f"{ms}-{number}" for key, (ms, number) in newest.items()}
 
 
-def _record(row: Row[Any]) -> OutboxRecord:
+def in_stream(stream_key: Any, prefix: str, stream: str) -> ColumnElement[bool]:
+    """Whether a column's stream key is a shard of the logical ``stream`` (Z26)."""
+    # No LIKE: names may hold its wildcards.
+    start = f"{prefix}:{{{stream}:"
+    return func.substr(stream_key, 1, len(start)) == start
+
+
+def to_record(row: Row[Any]) -> OutboxRecord:
+    """A whole row as people see it."""
     fields = {name: getattr(row, name) for name in OutboxRecord.__slots__}
     fields["event_id"] = uuid.UUID(bytes=bytes(row.event_id))
     fields["status"] = Status(row.status)

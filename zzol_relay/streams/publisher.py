@@ -28,6 +28,7 @@ from zzol_relay.core.policy import Blame, blame
 from zzol_relay.core.sequence import Mode
 from zzol_relay.streams.connect import connect
 from zzol_relay.streams.keys import ShardKeys
+from zzol_relay.streams.presence import Presence, look_for
 
 __all__ = ["Command", "Outcome", "OutcomeKind", "ScriptPublisher"]
 
@@ -35,6 +36,12 @@ _log = logging.getLogger("zzol_relay.streams")
 
 PUBLISH_LUA = files(__package__).joinpath("publish.lua").read_text(encoding="utf-8")
 EPOCH_LUA = files(__package__).joinpath("epoch.lua").read_text(encoding="utf-8")
+
+_LOSSES = {
+    "behind": "the stream is older than an acknowledged entry",
+    "hole": "an acknowledged entry is gone, while older ones are there",
+    "new": "Redis came back empty",
+}
 
 _SLICE = 50
 """Commands per write: Redis works on the first while the next are packed."""
@@ -186,6 +193,10 @@ class ScriptPublisher:
         self._remember(taken, outcomes)
         return self._sort_out_suspects(taken, outcomes)
 
+    def look_for(self, stream_key: str, entries: Sequence[tuple[str, str]]) -> list[Presence]:
+        """Where each of these (entry id, event id) of one shard is. Raises ``BrokerUnavailableError``."""
+        return look_for(self._client, stream_key, entries)
+
     def close(self) -> None:
         """Close every connection."""
         self._client.close()
@@ -308,7 +319,7 @@ class ScriptPublisher:
             )  # fmt: skip
             epoch, last_id, verdict = connection.read_response()
             with self._lock:
-                lost = verdict == "behind" or (verdict == "new" and shard.last_id != "")
+                lost = verdict in ("behind", "hole") or (verdict == "new" and shard.last_id != "")
                 changed = shard.epoch is not None and epoch != shard.epoch
                 if lost:
                     # What is gone is gone; compare with what is there from now on.
@@ -316,9 +327,11 @@ class ScriptPublisher:
                 shard.last_id = max(shard.last_id, "" if last_id == "0-0" else last_id, key=_entry_order)
                 shard.epoch = epoch
             if lost or changed:
-                reason = {"behind": "the stream is older than an acknowledged entry", "new": "Redis came back empty"}
-                text = reason.get(verdict, "another process began a new epoch")
-                _log.error("Redis lost data", extra={"stream_key": key, "reason": text})
+                text = _LOSSES.get(verdict, "another process began a new epoch")
+                _log.error(
+                    "Redis lost data; 'zzol-relay republish' sends again what the outbox still holds",
+                    extra={"stream_key": key, "reason": text},
+                )
                 self._observe(DataLossDetected(key, text))
 
 
