@@ -1,10 +1,10 @@
-"""Benchmarks, by name. Each compares variants that take turns on the same private services."""
+"""Benchmarks, by name, each on private services of its own."""
 
 from __future__ import annotations
 
-from loadtest.bench import commit, drain
+from loadtest.bench import commit, contention, drain, idle, memory
 from loadtest.bench.harness import Bench
 
 __all__ = ["BENCHES"]
 
-BENCHES: dict[str, Bench] = {bench.name: bench for bench in (commit.BENCH, drain.BENCH)}
+BENCHES: dict[str, Bench] = {bench.name: bench for bench in (commit.BENCH, drain.BENCH, contention.BENCH, idle.BENCH, memory.BENCH)}
