@@ -280,7 +280,7 @@ class OutboxStore:
         """The newest ``limit`` rows of a correlation id, in id order. Reads the whole table, piece by piece."""
         t = self._t
         bounds = select(func.min(t.c.id), func.max(t.c.id))
-        low, high = self._db.run("find", lambda connection: connection.execute(bounds).one().tuple())
+        low, high = self._db.run("find", lambda connection: tuple(connection.execute(bounds).one()))
         found: list[OutboxRecord] = []
         # No index holds it, and one query over millions of rows would outlast the relay's timeout.
         while high is not None and high >= low and len(found) < limit:
