@@ -7,6 +7,7 @@ import dataclasses
 import io
 import logging
 import os
+import pty
 import subprocess
 import sys
 from typing import Any
@@ -17,7 +18,7 @@ import orjson
 from tests.support.processes import ROOT
 from zzol_relay.cli import main
 
-__all__ = ["WORKER", "Answer", "run_cli", "run_cli_process"]
+__all__ = ["WORKER", "Answer", "run_cli", "run_cli_process", "run_on_a_terminal"]
 
 WORKER = """
     import os, sys
@@ -90,3 +91,29 @@ def run_cli_process(*arguments: str, **env: str) -> Answer:
         env={**os.environ, "PYTHONPATH": str(ROOT), **env},
     )
     return Answer(done.returncode, done.stdout, done.stderr)
+
+
+def run_on_a_terminal(*arguments: str, answer: str, **env: str) -> tuple[int, str]:
+    """Run the program in a process of its own on a terminal of 200 columns where ``answer`` is typed in; returns its
+    exit code and what stood on the terminal."""
+    master, slave = pty.openpty()
+    terminal = {"TERM": "xterm", "COLUMNS": "200", "PYTHONPATH": str(ROOT)}
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "zzol_relay.cli", *arguments],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            cwd=ROOT,
+            env={**os.environ, **terminal, **env},
+        )
+        os.close(slave)
+        os.write(master, f"{answer}\n".encode())
+        said = b""
+        # Reading fails with EIO once nobody has the other side open.
+        with contextlib.suppress(OSError):
+            while chunk := os.read(master, 4096):
+                said += chunk
+        return process.wait(30), said.decode(errors="replace")
+    finally:
+        os.close(master)

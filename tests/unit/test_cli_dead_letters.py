@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 from sqlalchemy import Engine, select, update
 
-from tests.support.cli import Answer, run_cli
+from tests.support.cli import Answer, run_cli, run_on_a_terminal
 from zzol_relay import Event, Relay
 from zzol_relay.embedded import RedisServer
 from zzol_relay.store.tables import Tables
@@ -125,3 +125,56 @@ def test_discard_needs_a_yes(ward: Ward):
     assert (done.code, done.out) == (0, "discarded 1\n")
     assert ward.status(ward.ids[0]) == "DISCARDED"
     assert ward.run("discard", "--yes", ward.ids[0]).code == 1
+
+
+def test_list_takes_filters_and_counts(ward: Ward):
+    with ward.engine.begin() as connection:
+        connection.execute(update(OUTBOX).where(OUTBOX.c.id == 2).values(last_error="ERR timed out"))
+    assert [row["event_id"] for row in ward.run("list", "--json", "--error", "TIMED").json] == [ward.ids[1]]
+    assert [row["event_id"] for row in ward.run("list", "--json", "--aggregate", "room:r2").json] == [ward.ids[2]]
+    assert ward.run("list", "--count").out == "3\n"
+    assert ward.run("list", "--count", "--stream", "room", "--type", "room.created", "--newer-than", "1h").out == "3\n"
+    assert ward.run("list", "--count", "--stream", "hall").out == "0\n"
+    assert ward.run("list", "--count", "--older-than", "2m").out == "0\n"
+
+
+def test_show_says_what_waits_behind(ward: Ward):
+    assert ["waiting_behind", "0"] in ward.run("show", ward.ids[0]).rows
+    assert ward.run("show", ward.ids[0], "--json").json["waiting_behind"] == 0
+
+
+@pytest.mark.parametrize(("command", "status"), [("replay", "PENDING"), ("discard", "DISCARDED")])
+def test_all_that_match_need_a_yes(ward: Ward, command: str, status: str):
+    """Without anybody to ask, nothing is done."""
+    refused = ward.run(command, "--all", "--type", "room.created")
+    assert (refused.code, refused.out) == (2, "")
+    assert "--yes" in refused.err
+    assert ward.status(ward.ids[0]) == "DEAD_LETTER"
+    done = ward.run(command, "--all", "--aggregate", "room:r1", "--yes")
+    assert (done.code, done.out) == (0, f"{command}ed 1\n")
+    assert [ward.status(each) for each in ward.ids[:3]] == ["DEAD_LETTER", status, "DEAD_LETTER"]
+    assert ward.run(command, "--all", "--yes").out == f"{command}ed 2\n"
+    nothing = ward.run(command, "--all")
+    assert (nothing.code, nothing.out) == (1, f"{command}ed 0\n")
+
+
+def test_a_person_is_asked_with_the_count_and_may_say_no(ward: Ward):
+    code, said = run_on_a_terminal("dead-letters", "discard", "--all", "--stream", "room", answer="n", **ward.env)
+    assert code == 1
+    assert "Discard for good: 3 dead letter(s) (stream room)? [y/N]" in said
+    assert ward.status(ward.ids[0]) == "DEAD_LETTER"
+    code, said = run_on_a_terminal("dead-letters", "discard", "--all", "--stream", "room", answer="y", **ward.env)
+    assert code == 0
+    assert "discarded 3" in said
+    assert "3/3" in said, "a progress bar"
+
+
+def test_audit_tells_who_did_what(ward: Ward):
+    ward.run("replay", ward.ids[0])
+    ward.run("discard", "--all", "--error", "red", "--yes")
+    found = ward.run("audit", "--json").json
+    assert [(entry["action"], entry["affected"]) for entry in found] == [("discard", 2), ("replay", 1)]
+    assert found[0]["detail"] == {"filter": {"error": "red"}, "event_ids": ward.ids[1:3]}
+    rows = ward.run("audit", "--limit", "1").rows
+    assert len(rows) == 2
+    assert rows[1][2:] == ["discard", "2", f'{{"filter":{{"error":"red"}}}} {ward.ids[1]} and 1 more']

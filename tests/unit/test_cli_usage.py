@@ -24,7 +24,7 @@ def check_error(answer: Answer, code: int, text: str) -> None:
 def test_help_documents_every_command_and_exit_code():
     answer = run_cli_process("--help")
     assert answer.code == 0
-    for word in ("migrate", "worker", "status", "recover", "cleanup", "dead-letters"):
+    for word in ("migrate", "worker", "status", "recover", "cleanup", "dead-letters", "find", "republish"):
         assert f"  {word} " in answer.out
     for line in ("0  done", "1  failed", "2  wrong usage", "3  the database or Redis", "4  the tables"):
         assert line in answer.out
@@ -38,6 +38,16 @@ def test_help_documents_every_command_and_exit_code():
         ("dead-letters", "show", "not-an-id"),
         ("dead-letters", "replay"),
         ("dead-letters", "list", "--limit", "0"),
+        ("dead-letters", "list", "--older-than", "soon"),
+        ("dead-letters", "list", "--aggregate", "A"),
+        ("dead-letters", "replay", "--all", "0192f0a0-0000-7000-8000-000000000000"),
+        ("dead-letters", "replay", "--type", "t", "0192f0a0-0000-7000-8000-000000000000"),
+        ("dead-letters", "discard", "--type", "t"),
+        ("find",),
+        ("find", "--aggregate", "room:A", "--correlation", "c"),
+        ("find", "--aggregate", "A"),
+        ("republish",),
+        ("republish", "--since", "yesterday"),
         ("--log-level", "loud", "status"),
     ],
     ids=" ".join,

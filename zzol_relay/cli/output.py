@@ -5,18 +5,20 @@ from __future__ import annotations
 import dataclasses
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
 import orjson
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 from zzol_relay.store.outbox import OutboxRecord
 
-__all__ = ["print_json", "print_pairs", "print_table", "record_fields", "seconds", "when"]
+__all__ = ["aggregate_of", "print_json", "print_pairs", "print_table", "progress", "record_fields", "seconds", "when"]
 
 
 def print_json(value: object) -> None:
@@ -59,6 +61,24 @@ def record_fields(record: OutboxRecord, *, payload: bool = False) -> dict[str, A
     if payload:
         fields["payload"] = orjson.loads(record.payload)
     return fields
+
+
+@contextmanager
+def progress(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr, where that is a terminal: yields what to tell how many are done. ``total`` None: unknown."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda done: None
+        return
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda done: bar.update(task, completed=done)
+
+
+def aggregate_of(record: OutboxRecord) -> str | None:
+    """``type:id``; None where the event has no aggregate."""
+    return None if record.aggregate_id is None else f"{record.aggregate_type}:{record.aggregate_id}"
 
 
 def when(moment: datetime | None) -> str:

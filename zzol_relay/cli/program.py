@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from zzol_relay.cli import dead_letters, operations, worker
+from zzol_relay.cli import dead_letters, events, operations, worker
 from zzol_relay.cli.context import Options
 from zzol_relay.cli.failures import reported
 from zzol_relay.settings import Settings
@@ -42,7 +42,6 @@ class LogLevel(StrEnum):
 app = typer.Typer(
     help=_HELP,
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -51,6 +50,8 @@ app.command("migrate")(operations.migrate)
 app.command("worker")(worker.worker)
 app.command("status")(operations.status)
 app.add_typer(dead_letters.app, name="dead-letters")
+app.command("find")(events.find)
+app.command("republish")(events.republish)
 app.command("recover")(operations.recover)
 app.command("cleanup")(operations.cleanup)
 
