@@ -24,7 +24,7 @@ def check_error(answer: Answer, code: int, text: str) -> None:
 def test_help_documents_every_command_and_exit_code():
     answer = run_cli_process("--help")
     assert answer.code == 0
-    for word in ("migrate", "worker", "status", "recover", "cleanup", "dead-letters", "find", "republish"):
+    for word in ("migrate", "worker", "status", "recover", "cleanup", "dead-letters", "find", "republish", "check"):
         assert f"  {word} " in answer.out
     for line in ("0  done", "1  failed", "2  wrong usage", "3  the database or Redis", "4  the tables"):
         assert line in answer.out
@@ -133,3 +133,10 @@ def test_a_secret_may_come_from_a_file(sqlite_url: str, tmp_path: Path):
     secret = tmp_path / "url"
     secret.write_text(f"{sqlite_url}\n")
     assert run_cli("migrate", ZZOL_DATABASE_URL_FILE=str(secret)).out == "applied 0001\n"
+
+
+def test_shell_completion_knows_commands_and_their_commands():
+    env = {"_ZZOL_RELAY_COMPLETE": "complete_bash", "COMP_CWORD": "2"}
+    assert run_cli("", **env, COMP_WORDS="zzol-relay dead-letters re").out.split() == ["replay"]
+    script = run_cli_process("--show-completion", "bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
+    assert "_ZZOL_RELAY_COMPLETE=complete_bash" in script.out

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from zzol_relay.cli import dead_letters, events, operations, worker
+from zzol_relay.cli import check, dead_letters, events, operations, worker
 from zzol_relay.cli.context import Options
 from zzol_relay.cli.failures import reported
 from zzol_relay.settings import Settings
@@ -48,6 +48,7 @@ app = typer.Typer(
 )
 app.command("migrate")(operations.migrate)
 app.command("worker")(worker.worker)
+app.command("check")(check.check)
 app.command("status")(operations.status)
 app.add_typer(dead_letters.app, name="dead-letters")
 app.command("find")(events.find)
