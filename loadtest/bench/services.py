@@ -52,10 +52,12 @@ class Services:
         return create_engine(self.database_url, pool_size=connections, max_overflow=0)
 
     def settings(self, engine: Engine) -> dict[str, Any]:
-        """The server's settings that decide what a commit costs, and the number of CPUs."""
+        """The server's settings that decide what a commit costs, the number of CPUs, and the machine's load."""
         with engine.connect() as connection:
             row = connection.execute(text("SELECT " + ", ".join(f"@@{name}" for name in _VARIABLES))).one()
-        return {**dict(zip(_VARIABLES, row, strict=True)), "cpus": os.cpu_count()}
+        # At the end of the run: a machine that others use at the same time gives ratios that scatter.
+        load = round(os.getloadavg()[0], 2)
+        return {**dict(zip(_VARIABLES, row, strict=True)), "cpus": os.cpu_count(), "load_average": load}
 
     def versions(self, engine: Engine) -> dict[str, str]:
         """Versions of everything that takes part."""
