@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from loadtest.bench import commit, contention, drain, idle, memory
+from loadtest.bench import cleanup, commit, contention, drain, idle, memory
 from loadtest.bench.harness import Bench
 
 __all__ = ["BENCHES"]
 
-BENCHES: dict[str, Bench] = {bench.name: bench for bench in (commit.BENCH, drain.BENCH, contention.BENCH, idle.BENCH, memory.BENCH)}
+BENCHES: dict[str, Bench] = {
+    bench.name: bench
+    for bench in (commit.BENCH, drain.BENCH, contention.BENCH, idle.BENCH, cleanup.BENCH, memory.BENCH)
+}

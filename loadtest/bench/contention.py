@@ -8,11 +8,9 @@ import dataclasses
 import logging
 import random
 import statistics
-import threading
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
-from typing import Any
 
 import redis
 from sqlalchemy import Engine, create_engine, text
@@ -28,6 +26,7 @@ from loadtest.bench.verdict import Verdict, judge
 from zzol_relay import Event, Fact, Relay, Stream
 from zzol_relay.core.lifecycle import Status
 from zzol_relay.core.observer import LoopFailed
+from zzol_relay.store.database import error_code
 from zzol_relay.store.tables import Tables
 from zzol_relay.streams.keys import stream_keys
 
@@ -37,7 +36,6 @@ _SHARDS = 4
 _AGGREGATES = 50
 _WORKERS = 4
 _PRODUCERS = 4
-_THREADS = 2
 _UNDONE = 0.02
 _LOCK_ERRORS = (1213, 1205)
 _PREFIX = "zzol_"
@@ -46,7 +44,8 @@ _SEED = 20_260_101
 _DESCRIPTIONS = {
     "steady": "4 worker and 4 producer processes, one to three of 50 aggregates a transaction, from the first commit to"
     " the last mark",
-    "flapping": "the same while Redis is killed, frozen and cut off, until it has been up long enough to drain",
+    "record_only": "the same producers, polling mode and no worker: nobody publishes, to the last commit",
+    "flapping": "steady, while Redis is killed, frozen and cut off, until it has been up long enough to drain",
     "drain_1": "1 worker on a backlog of 50 aggregates",
     "drain_4": "4 workers on the same",
     "drain_many_1": "1 worker on a backlog of many aggregates, 10 events each",
@@ -68,6 +67,8 @@ class _Phase:
     verdict: Verdict
     escaped: int
     failures: dict[str, int]
+    cpu: dict[str, float]
+    """Seconds of CPU time per kind of process."""
 
 
 class _Undo(Exception):  # noqa: N818 - raised to roll a transaction back, not an error
@@ -88,6 +89,7 @@ def run(services: Services, quick: bool, rounds: int) -> Report:
     phases = interleave({"steady": bench.steady, "flapping": bench.flapping}, rounds=rounds, warmup=0)
     drains = interleave(
         {
+            "record_only": bench.record_only,
             "drain_1": lambda: bench.drain(1, _AGGREGATES),
             "drain_4": lambda: bench.drain(_WORKERS, _AGGREGATES),
             "drain_many_1": lambda: bench.drain(1, size.backlog // 10),
@@ -113,7 +115,6 @@ def run(services: Services, quick: bool, rounds: int) -> Report:
             "shards": _SHARDS,
             "workers": _WORKERS,
             "producers": _PRODUCERS,
-            "threads_per_producer": _THREADS,
             "backlog_rows": size.backlog,
             "relay_mode": "hybrid",
             "seed": _SEED,
@@ -121,7 +122,18 @@ def run(services: Services, quick: bool, rounds: int) -> Report:
         },
         versions=services.versions(engine),
         variants={
-            name: {"per_s": statistics.median(each), "least_per_s": min(each), "most_per_s": max(each)}
+            name: {
+                "per_s": statistics.median(each),
+                "least_per_s": min(each),
+                "most_per_s": max(each),
+                **{
+                    f"{kind}_cpu_us": statistics.median(
+                        phase.cpu[kind] * 1e6 / phase.verdict.committed for phase in phases[name]
+                    )
+                    for kind in ("producers", "workers")
+                    if name in phases
+                },
+            }
             for name, each in rates.items()
         },
         descriptions=_DESCRIPTIONS,
@@ -180,7 +192,18 @@ class _Contention:
             self._wait_until_settled()
             crew.tell("stop")
             crew.hear(30.0)
-        return count / self._seconds(started)
+        return count / self._seconds("published_at", started)
+
+    def record_only(self) -> float:
+        """Rows a second that the producers commit when nobody publishes: an upper bound of ``steady``."""
+        self._round += 1
+        self._reset(self._services.redis_url)
+        with Crew() as producers:
+            self._start_producers(producers, self._services.redis_url, "polling")
+            producers.hear(60.0)
+            producers.tell("go")
+            producers.hear(self._size.limit + 60.0)
+        return self._size.events / self._seconds("created_at")
 
     def deadlocks(self) -> int:
         """Deadlocks that the server has resolved since the beginning, whoever was their victim."""
@@ -191,27 +214,36 @@ class _Contention:
         self._reset(redis_url)
         with Crew() as workers, Crew() as producers:
             workers.start(_WORKERS, _worker, self._services.database_url, redis_url)
-            producers.start(
-                _PRODUCERS, _producer, self._services.database_url, redis_url,
-                self._size.events // _PRODUCERS, self._size.limit, _SEED + 100 * self._round,
-            )  # fmt: skip
+            self._start_producers(producers, redis_url, "hybrid")
             workers.hear(60.0)
             producers.hear(60.0)
             workers.tell("go")
             producers.tell("go")
             if flapping is not None:
                 flapping.begin()
-            escaped = sum(producers.hear(self._size.limit + 60.0))
+            produced = producers.hear(self._size.limit + 60.0)
             if flapping is not None:
                 flapping.end()
             self._wait_until_settled()
             workers.tell("stop")
-            escaped += sum(workers.hear(30.0))
+            worked = workers.hear(30.0)
         verdict = judge(
             self._engine, self._tables.outbox.name, _COMMITTED, redis_url, stream_keys("zzol", "room", _SHARDS)
         )
         failures = {} if flapping is None else flapping.failures
-        return _Phase(verdict.committed / self._seconds(), verdict, escaped, failures)
+        return _Phase(
+            verdict.committed / self._seconds("published_at"),
+            verdict,
+            sum(escaped for escaped, _ in produced + worked),
+            failures,
+            {"producers": sum(cpu for _, cpu in produced), "workers": sum(cpu for _, cpu in worked)},
+        )
+
+    def _start_producers(self, crew: Crew, redis_url: str, mode: str) -> None:
+        crew.start(
+            _PRODUCERS, _producer, self._services.database_url, redis_url, mode,
+            self._size.events // _PRODUCERS, self._size.limit, _SEED + 100 * self._round,
+        )  # fmt: skip
 
     def _reset(self, redis_url: str) -> None:
         with self._engine.begin() as connection:
@@ -230,13 +262,14 @@ class _Contention:
                     return
             time.sleep(0.05)
 
-    def _seconds(self, started: object = None) -> float:
+    def _seconds(self, until: str, since: object = None) -> float:
+        """From ``since``, or the first row, to the last ``until``, by the database's clock."""
         statement = text(
-            f"SELECT TIMESTAMPDIFF(MICROSECOND, COALESCE(:started, MIN(created_at)), MAX(published_at))"
+            f"SELECT TIMESTAMPDIFF(MICROSECOND, COALESCE(:since, MIN(created_at)), MAX({until}))"
             f" FROM {self._tables.outbox.name}"
         )
         with self._engine.connect() as connection:
-            return float(connection.execute(statement, {"started": started}).scalar_one()) / 1e6
+            return float(connection.execute(statement, {"since": since}).scalar_one()) / 1e6
 
     def _count_deadlocks(self) -> int:
         with self._engine.connect() as connection:
@@ -264,47 +297,41 @@ def _worker(pipe: Connection, number: int, database_url: str, redis_url: str) ->
     pipe.send("ready")
     with contextlib.suppress(EOFError):
         pipe.recv()
+        begun = time.process_time()
         with relay:
             pipe.recv()
-        pipe.send(escaped.count)
+        pipe.send((escaped.count, time.process_time() - begun))
 
 
 def _producer(
-    pipe: Connection, number: int, database_url: str, redis_url: str, events: int, limit: float, seed: int
+    pipe: Connection,
+    number: int,
+    database_url: str,
+    redis_url: str,
+    mode: str,
+    events: int,
+    limit: float,
+    seed: int,
 ) -> None:
     logging.getLogger("zzol_relay").setLevel(logging.CRITICAL)
     escaped = _Escaped()
-    engine = create_engine(database_url, pool_size=_THREADS)
+    engine = create_engine(database_url, pool_size=1)
     streams = [Stream(name="room", shards=_SHARDS, retention=0)]
-    with Relay(engine, streams, redis_url=redis_url, worker=False, observers=[escaped]) as relay:
+    with Relay(engine, streams, redis_url=redis_url, mode=mode, worker=False, observers=[escaped]) as relay:
         pipe.send("ready")
         pipe.recv()
-        deadline = time.monotonic() + limit
-        counts = [0] * _THREADS
-        threads = [
-            threading.Thread(
-                target=_transact_all,
-                args=(relay, engine, random.Random(seed + number * _THREADS + i), events // _THREADS, deadline,
-                      counts, i),
-            )
-            for i in range(_THREADS)
-        ]  # fmt: skip
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        begun = time.process_time()
+        refused = _transact_all(relay, engine, random.Random(seed + number), events, time.monotonic() + limit)
     # After the relay has stopped: what it still had to send and to mark is done.
-    pipe.send(sum(counts) + escaped.count)
+    pipe.send((refused + escaped.count, time.process_time() - begun))
     engine.dispose()
 
 
-def _transact_all(
-    relay: Relay, engine: Engine, dice: random.Random, events: int, deadline: float, counts: list[int], place: int
-) -> None:
-    """Commit ``events`` events; ``counts[place]`` counts deadlocks and lock timeouts, whose transactions run again."""
+def _transact_all(relay: Relay, engine: Engine, dice: random.Random, events: int, deadline: float) -> int:
+    """Commit ``events`` events; returns how many transactions met a deadlock or a lock timeout, and ran again."""
+    refused = 0
     note = text(f"INSERT INTO {_COMMITTED} (event_ids) VALUES (:ids)")
-    sizes = _sizes(dice, events)
-    for size in sizes:
+    for size in _sizes(dice, events):
         rooms = dice.sample(range(_AGGREGATES), size)
         undone = dice.random() < _UNDONE
         while time.monotonic() < deadline:
@@ -319,9 +346,10 @@ def _transact_all(
             except _Undo:
                 undone = False
             except SQLAlchemyError as error:
-                if _code(error) not in _LOCK_ERRORS:
+                if error_code(error) not in _LOCK_ERRORS:
                     raise
-                counts[place] += 1
+                refused += 1
+    return refused
 
 
 def _sizes(dice: random.Random, events: int) -> Iterator[int]:
@@ -336,10 +364,6 @@ def _event(room: int) -> Event:
         type="round.finished", stream="room", aggregate_type="room", aggregate_id=f"R{room:08d}",
         data={"room": room, "winner": "ann", "points": [30, 20, 10]},
     )  # fmt: skip
-
-
-def _code(error: SQLAlchemyError) -> Any:
-    return next(iter(getattr(getattr(error, "orig", None), "args", ())), None)
 
 
 BENCH = Bench("contention", "many producers and workers on few aggregates, with and without a failing Redis", run)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import redis
 from sqlalchemy import Engine, text
@@ -68,7 +69,7 @@ def judge(engine: Engine, outbox: str, committed: str, redis_url: str, streams: 
 
 def _entries(client: redis.Redis, stream: str) -> Iterator[dict[str, str]]:
     start = "-"
-    while page := client.xrange(stream, start, "+", count=_PAGE):
+    while page := cast(list[tuple[str, dict[str, str]]], client.xrange(stream, start, "+", count=_PAGE)):
         for _, fields in page:
             yield fields
         start = f"({page[-1][0]}"
