@@ -137,7 +137,7 @@ class Relay:
         hybrid = settings.mode == "hybrid"
         self._recorder = Recorder(
             self._database,
-            OutboxWriter(self._database.tables, self._id, settings.born_lease if hybrid else 0.0),
+            OutboxWriter(self._database.tables, self._id, settings.born_lease if hybrid else 0.0, self.name),
             self._streams,
             settings,
             self._publisher.epoch,

@@ -102,6 +102,7 @@ class _Backlog:
                 "retry_count": 0,
                 "replays": 0,
                 # As record() leaves a row whose process is gone: born leased to it.
+                "claimed_by": "game-7d9f8b6c5-x2x4v:1",
                 "due_at": at + timedelta(seconds=2),
                 "claim_token": recorder,
                 "created_at": at,

@@ -222,7 +222,6 @@ class ClaimStore:
             .values(
                 status=Status.PENDING.value,
                 claim_token=None,
-                claimed_by=None,
                 due_at=utc_after(literal(_micros(delay))),
                 updated_at=utc_now(),
             )
