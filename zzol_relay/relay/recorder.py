@@ -26,7 +26,7 @@ from zzol_relay.core.sequence import Mode
 from zzol_relay.relay.after_commit import AfterCommit
 from zzol_relay.relay.delivery import Shipment
 from zzol_relay.relay.unit_of_work import ConnectionUnit, SessionUnit
-from zzol_relay.settings import Settings, Stream
+from zzol_relay.settings import Settings, Stream, mask_url
 from zzol_relay.store.claims import ClaimedRow
 from zzol_relay.store.database import Database
 from zzol_relay.store.outbox import OutboxWriter
@@ -221,8 +221,8 @@ class Recorder:
     def _refuse_elsewhere(self, engine: Engine) -> None:
         if _place(engine.url) != self._place:
             raise RecordingError(
-                f"this session or engine is bound to {engine.url.render_as_string()}, but the relay's outbox is at"
-                f" {self._database.url.render_as_string()}: the row would not be in the same transaction"
+                f"this session or engine is bound to {mask_url(str(engine.url))}, but the relay's outbox is at"
+                f" {mask_url(str(self._database.url))}: the row would not be in the same transaction"
             )
 
 

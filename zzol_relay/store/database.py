@@ -22,7 +22,7 @@ from sqlalchemy.pool import NullPool
 
 from zzol_relay.core.errors import ConfigurationError, SchemaError
 from zzol_relay.core.observer import DeadlockRetried, Fact
-from zzol_relay.settings import Settings
+from zzol_relay.settings import Settings, mask_url
 from zzol_relay.store.tables import Tables
 
 __all__ = ["Database", "error_code", "is_missing_table", "is_retryable"]
@@ -87,7 +87,12 @@ class Database:
 
     def _derive(self, url: URL, settings: Settings) -> Engine:
         if self.is_sqlite:
-            engine = create_engine(url.set(drivername="sqlite"), connect_args={"timeout": 15}, poolclass=NullPool)
+            engine = create_engine(
+                url.set(drivername="sqlite"),
+                connect_args={"timeout": 15},
+                poolclass=NullPool,
+                hide_parameters=True,
+            )
             event.listen(engine, "begin", _begin_immediate)
             event.listen(engine, "connect", _prepare_sqlite)
             return engine
@@ -97,6 +102,8 @@ class Database:
             "max_overflow": 0,
             "pool_timeout": settings.database_timeout,
             "pool_recycle": 1800,
+            # What a failed statement was given must not stand in a log.
+            "hide_parameters": True,
         }
         source = self.source
         if isinstance(source, Engine) and not source.dialect.is_async:
@@ -145,7 +152,7 @@ class Database:
             except SQLAlchemyError as error:
                 if is_missing_table(error):
                     raise SchemaError(
-                        f"the relay's tables are not in {self.url.render_as_string()}; run 'zzol-relay migrate'"
+                        f"the relay's tables are not in {mask_url(str(self.url))}; run 'zzol-relay migrate'"
                     ) from error
                 if not is_retryable(error) or attempt == _RETRIES:
                     raise
