@@ -357,6 +357,22 @@ def gone(directory: Path) -> bool:
     return not directory.exists()
 
 
+def test_what_a_killed_server_left_goes_with_its_process(run_child: Callable[..., Child]) -> None:
+    child = run_child(
+        """
+        from zzol_relay.embedded import RedisServer
+        server = RedisServer().start()
+        server.kill()
+        print("killed", server.directory, flush=True)
+        input()
+        """
+    )
+    directory = Path(child.wait_for_line("killed").split()[1])
+    assert directory.exists()
+    child.kill()
+    assert gone(directory)
+
+
 def test_a_server_outlives_the_thread_that_started_it() -> None:
     server = RedisServer()
     starter = threading.Thread(target=server.start)

@@ -204,15 +204,11 @@ class DatabaseServer(Server):
         log = self.directory / "initialise.log"
         with log.open("wb") as output:
             try:
-                code = subprocess.run(  # noqa: S603
-                    self._run([*argv, *self._identity()]),
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    timeout=120,
-                    check=False,
-                    start_new_session=True,
-                ).returncode
+                child = self._spawn(self._run([*argv, *self._identity()]), output)
+                try:
+                    code = child.process.wait(120)
+                finally:
+                    child.end()
             except (OSError, subprocess.TimeoutExpired) as error:
                 raise EmbeddedServiceError(f"{argv[0]} could not be run: {error}") from error
         if code != 0:

@@ -15,11 +15,11 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Self
+from typing import IO, Self
 
 from zzol_relay.core.errors import EmbeddedServiceError
 
-__all__ = ["HOST", "Guarded", "Server", "find_program", "free_port", "tail"]
+__all__ = ["HOST", "Guarded", "Server", "Watchman", "find_program", "free_port", "tail"]
 
 HOST = "127.0.0.1"
 
@@ -32,12 +32,13 @@ _SBIN = ("/usr/sbin", "/usr/local/sbin")
 # closes with the process, however that dies.
 _WATCH = """
 trap '' HUP INT TERM
-read -r _
-kill -9 "$1" 2>/dev/null
-[ -n "$2" ] || exit 0
+pid=
+while read -r line; do pid=$line; done
+[ -z "$pid" ] || kill -9 "$pid" 2>/dev/null
+[ -n "$1" ] || exit 0
 n=0
-while kill -0 "$1" 2>/dev/null && [ $n -lt 20 ]; do sleep 0.1; n=$((n + 1)); done
-rm -rf -- "$2"
+while [ -n "$pid" ] && kill -0 "$pid" 2>/dev/null && [ $n -lt 20 ]; do sleep 0.1; n=$((n + 1)); done
+rm -rf -- "$1"
 """
 
 
@@ -86,29 +87,56 @@ def tail(log: Path, lines: int = _LOG_LINES) -> str:
     return "\n".join(f"  {line}" for line in text.splitlines()[-lines:]) or "  (the log is empty)"
 
 
-class Guarded:
-    """A child process that ends with this one, even when this one is killed; then ``temporary`` is deleted too.
+class Watchman:
+    """A process that outlives this one, however that ends, to kill the child it was told of and delete ``temporary``.
 
-    ``streams`` go to ``subprocess.Popen``. The child has a session of its own: an interrupt typed at the terminal
-    does not reach it. Raises ``OSError`` when it cannot be started.
+    Raises ``OSError`` when it cannot be started.
     """
 
-    def __init__(self, argv: Sequence[str], *, temporary: Path | None = None, **streams: object) -> None:
-        self.process = subprocess.Popen(  # type: ignore[call-overload]  # noqa: S603
-            argv, start_new_session=True, **streams
+    def __init__(self, temporary: Path | None = None) -> None:
+        self._process = subprocess.Popen(  # noqa: S603
+            ["/bin/sh", "-c", _WATCH, "watch", str(temporary or "")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
         )
+
+    def watch(self, pid: int | None) -> None:
+        """Tell it which child there is now; None: none."""
+        assert self._process.stdin is not None
+        # Somebody may have killed it.
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(b"%s\n" % ("" if pid is None else str(pid)).encode())
+            self._process.stdin.flush()
+
+    def dismiss(self) -> None:
+        """End it; it does nothing more. Safe to call twice."""
+        self._process.kill()
+        self._process.communicate()
+
+
+class Guarded:
+    """A child process that ends with this one, even when this one is killed.
+
+    ``watchman`` sees to that, else one of the child's own. ``streams`` go to ``subprocess.Popen``. The child has a
+    session of its own: an interrupt typed at the terminal does not reach it. Raises ``OSError`` when it cannot be
+    started.
+    """
+
+    def __init__(self, argv: Sequence[str], *, watchman: Watchman | None = None, **streams: object) -> None:
+        self._own = None if watchman is not None else Watchman()
+        self._watchman = watchman or self._own
         try:
-            self._watchman = subprocess.Popen(  # noqa: S603
-                ["/bin/sh", "-c", _WATCH, "watch", str(self.process.pid), str(temporary or "")],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
+            self.process = subprocess.Popen(  # type: ignore[call-overload]  # noqa: S603
+                argv, start_new_session=True, **streams
             )
         except OSError:
-            self.process.kill()
-            self.process.wait()
+            if self._own is not None:
+                self._own.dismiss()
             raise
+        if self._watchman is not None:
+            self._watchman.watch(self.process.pid)
 
     @property
     def pid(self) -> int:
@@ -135,8 +163,10 @@ class Guarded:
         if self.running:
             self.signal(signal.SIGKILL)
         self.process.wait()
-        self._watchman.kill()
-        self._watchman.communicate()
+        if self._own is not None:
+            self._own.dismiss()
+        elif self._watchman is not None:
+            self._watchman.watch(None)
 
 
 class _Held:
@@ -145,6 +175,7 @@ class _Held:
     def __init__(self) -> None:
         self.child: Guarded | None = None
         self.temporary: Path | None = None
+        self.watchman: Watchman | None = None
         self.owner = os.getpid()
 
     def end(self, timeout: float = 0.0) -> None:
@@ -156,6 +187,9 @@ class _Held:
         if self.temporary is not None:
             shutil.rmtree(self.temporary, ignore_errors=True)
             self.temporary = None
+        if self.watchman is not None:
+            self.watchman.dismiss()
+            self.watchman = None
 
     def discard(self) -> None:
         # A fork inherits the finalizer, not the server.
@@ -229,6 +263,7 @@ class Server(ABC):
             self._given.mkdir(mode=0o700, parents=True, exist_ok=True)
         elif self._held.temporary is None:
             self._held.temporary = self._make_temporary()
+            self._held.watchman = Watchman(self._held.temporary)
         try:
             self._launch()
         except BaseException:
@@ -304,9 +339,7 @@ class Server(ABC):
             argv = self._prepare()
             with self.log.open("wb") as log:
                 try:
-                    self._held.child = Guarded(
-                        argv, temporary=self._held.temporary, stdin=subprocess.DEVNULL, stdout=log, stderr=log
-                    )
+                    self._held.child = self._spawn(argv, log)
                 except OSError as error:
                     raise EmbeddedServiceError(f"{argv[0]} could not be run: {error}") from error
             if self._wait(self._held.child, deadline):
@@ -317,6 +350,10 @@ class Server(ABC):
         raise EmbeddedServiceError(
             f"{self.name} ended while it started ({' '.join(argv[:2])}); its log ends:\n{tail(self.log)}{self._hint()}"
         )
+
+    def _spawn(self, argv: list[str], log: IO[bytes]) -> Guarded:
+        """Run a program of this server with its output in ``log``. Raises ``OSError`` when it cannot be started."""
+        return Guarded(argv, watchman=self._held.watchman, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
     def _wait(self, child: Guarded, deadline: float) -> bool:
         while child.running:
