@@ -135,11 +135,14 @@ def test_bulk_ends_though_what_it_replays_dies_again_at_once(
         record(producer, engine, code)
     bury(engine)
 
+    heard: list[int] = []
+
     def die_again(moved: int) -> None:
-        assert moved <= 7
+        heard.append(moved)
         bury(engine, "status = 'PENDING'")
 
     assert producer.dead_letters.replay_matching(DeadLetterFilter(), progress=die_again) == 7
+    assert heard == [3, 6, 7]
     assert statuses(engine) == {"DEAD_LETTER": 7}
     assert {row.replays for row in outbox_rows(engine)} == {1}
 
@@ -153,7 +156,12 @@ def test_bulk_is_bounded_by_a_limit(engine: Engine, producer: Relay, monkeypatch
     assert statuses(engine) == {"DEAD_LETTER": 3, "DISCARDED": 4}
 
 
-def test_a_row_taken_in_between_is_not_moved_twice(engine: Engine, producer: Relay) -> None:
+@pytest.mark.parametrize(
+    "change",
+    ["status = 'DISCARDED'", "replays = 1, due_at = UTC_TIMESTAMP(6) + INTERVAL 1 SECOND"],
+    ids=["discarded", "replayed and dead again"],
+)
+def test_a_row_taken_in_between_is_not_moved_twice(engine: Engine, producer: Relay, change: str) -> None:
     """The UPDATE restates the state that the SELECT saw."""
     record(producer, engine, "A")
     record(producer, engine, "B")
@@ -162,12 +170,13 @@ def test_a_row_taken_in_between_is_not_moved_twice(engine: Engine, producer: Rel
     def meanwhile(connection: Any, cursor: Any, statement: str, *rest: Any) -> None:
         # In the same transaction, so that its own lock does not stand in the way of showing it.
         if statement.startswith("SELECT") and "aggregate_type" in statement:
-            connection.exec_driver_sql("UPDATE zzol_outbox_event SET status = 'DISCARDED' WHERE aggregate_id = 'A'")
+            connection.exec_driver_sql(f"UPDATE zzol_outbox_event SET {change} WHERE aggregate_id = 'A'")
 
     event.listen(producer._database.engine, "after_cursor_execute", meanwhile)
     assert producer.dead_letters.replay_matching(DeadLetterFilter()) == 1
     event.remove(producer._database.engine, "after_cursor_execute", meanwhile)
-    assert {row.aggregate_id: row.status for row in outbox_rows(engine)} == {"A": "DISCARDED", "B": "PENDING"}
+    kept = "DISCARDED" if "DISCARDED" in change else "DEAD_LETTER"
+    assert {row.aggregate_id: row.status for row in outbox_rows(engine)} == {"A": kept, "B": "PENDING"}
     assert producer.dead_letters.audit()[0].affected == 1
 
 
@@ -247,6 +256,21 @@ def test_only_waiting_rows_of_these_aggregates_are_released(blocked: Relay, engi
     rows = outbox_rows(engine, "aggregate_id, sequence, due_at > UTC_TIMESTAMP(6) AS later")
     later = {(row.aggregate_id, row.sequence) for row in rows if row.later}
     assert later == {("A", 3), ("C", 1), ("C", 2)}
+
+
+def test_a_row_claimed_in_between_is_not_released(blocked: Relay, engine: Engine) -> None:
+    """A claim's due_at is its end: brought forward, it would be recovered under the worker that holds it."""
+
+    def meanwhile(connection: Any, cursor: Any, statement: str, *rest: Any) -> None:
+        if statement.startswith("SELECT") and "sequence > " in statement:
+            connection.exec_driver_sql("UPDATE zzol_outbox_event SET status = 'IN_PROGRESS' WHERE sequence = 2")
+
+    (dead,) = blocked.dead_letters.list()
+    event.listen(blocked._database.engine, "after_cursor_execute", meanwhile)
+    blocked.dead_letters.discard([dead.event_id])
+    event.remove(blocked._database.engine, "after_cursor_execute", meanwhile)
+    rows = outbox_rows(engine, "aggregate_id, sequence, due_at > UTC_TIMESTAMP(6) AS later")
+    assert {row.sequence for row in rows if row.later and row.aggregate_id == "A"} == {2}
 
 
 def test_under_skip_nothing_waits_and_nothing_is_released(
