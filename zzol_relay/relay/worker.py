@@ -155,7 +155,10 @@ class Worker:
     def _give_back(self, token: bytes, rows: Sequence[ClaimedRow], delay: float, reason: str) -> None:
         if not rows:
             return
-        kept = self._claims.give_back(token, sorted(row.id for row in rows), delay)
+        # With the epoch known now the next claim sends them. After an outage they go to the end: rows of a shard that
+        # cannot be asked for its epoch must not stand in the way of all others.
+        in_front = reason == "epoch"
+        kept = self._claims.give_back(token, sorted(row.id for row in rows), delay, in_front=in_front)
         if kept < len(rows):
             self._observe(ClaimLost("poller", len(rows) - kept))
         self._observe(Deferred("poller", tuple(row.event_id for row in rows), reason))  # type: ignore[arg-type]

@@ -211,18 +211,26 @@ class ClaimStore:
             )
         )
 
-    def give_back(self, token: bytes, ids: Sequence[int], delay: float) -> int:
-        """Return claimed rows to PENDING without costing an attempt†, due after ``delay`` seconds."""
+    def give_back(self, token: bytes, ids: Sequence[int], delay: float, *, in_front: bool = False) -> int:
+        """Return claimed rows to PENDING without costing an attempt†, due after ``delay`` seconds.
+
+        ``in_front`` instead of a delay: before the rows that are due already. Due from now they would stand behind
+        them, their own followers among them, each of which would be claimed and put off once.
+        """
         if not ids:
             return 0
         t = self._t
+        due: Any = utc_after(literal(_micros(delay)))
+        if in_front:
+            # When it was created: in the order of the sequence. A clock set back must not make it a time to come.
+            due = case((t.c.created_at < utc_now(), t.c.created_at), else_=utc_now())
         statement = (
             update(t)
             .where(t.c.id.in_(ids), t.c.status == Status.IN_PROGRESS.value, t.c.claim_token == token)
             .values(
                 status=Status.PENDING.value,
                 claim_token=None,
-                due_at=utc_after(literal(_micros(delay))),
+                due_at=due,
                 updated_at=utc_now(),
             )
         )
