@@ -1,4 +1,4 @@
-"""Whether this process lives and is ready, for an orchestrator's probes (S15, Z4; LESSONS: loops that died for days).
+"""Whether this process lives and is ready, for the probes of an orchestrator (S15, Z4).
 
 Live is about loops, ready about this release and its schema. Neither asks Redis or MySQL: an outage of theirs must not
 restart every process, nor take every one out of service. What they do is told by ``status``.
