@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from sqlalchemy import Engine, text
 from sqlalchemy.orm import Session
 
+from tests.integration.test_plans import touched
 from tests.support.facts import Facts
 from zzol_relay import Event, Relay, Stream
 from zzol_relay.core.observer import (
@@ -23,6 +24,7 @@ from zzol_relay.core.observer import (
     ShardUnusable,
 )
 from zzol_relay.metrics import METRICS, Metrics
+from zzol_relay.store.gauges import GaugeStore
 
 KEY = "zzol:{room:0}"
 STREAMS = [Stream(name="room", retention=0)]
@@ -294,3 +296,19 @@ def test_counts_end_at_the_cap(engine: Engine, make_relay: Any, monkeypatch: pyt
     assert relay.status().backlog.by_status == {
         "PENDING": 4, "IN_PROGRESS": 0, "PUBLISHED": 0, "DEAD_LETTER": 0, "DISCARDED": 0
     }  # fmt: skip
+
+
+@pytest.mark.usefixtures("relay_tables")
+def test_what_the_backlog_costs_does_not_grow_with_the_table(
+    engine: Engine, make_relay: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zzol_relay.store.gauges.CAP", 20)
+    relay: Relay = make_relay(engine, STREAMS, mode="polling", worker=False, start=False, database_pool=1)
+    relay._publisher.learn()
+    record(relay, engine, 400)
+    assert relay.run_once() == 400
+    record(relay, engine, 400)
+    gauges = GaugeStore(relay._database)
+    # 21 entries of the index, and as many rows of the derived table, for each status that is full.
+    assert touched(relay, gauges.waiting) <= 100
+    assert touched(relay, relay._store.backlog) <= 150
