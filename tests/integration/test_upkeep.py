@@ -119,3 +119,11 @@ def test_status_tells_backlog_and_age(producer: Relay, worker: Relay, engine: En
     status = worker.status()
     assert status.backlog.oldest_unpublished_age is None
     assert status.backlog.last_published_at is not None
+
+
+def test_processes_that_were_silent_for_a_day_are_forgotten(worker: Relay, engine: Engine, make_relay: Any) -> None:
+    other: Relay = make_relay(engine, [], worker=False, start=False, name="silent")
+    other.beat()
+    execute(engine, "UPDATE zzol_relay_instance SET beat_at = beat_at - INTERVAL 25 HOUR WHERE name = 'silent'")
+    worker.beat()
+    assert [instance.name for instance in worker.status().instances] == [worker.name]
