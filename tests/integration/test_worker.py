@@ -279,3 +279,17 @@ def test_what_stands_behind_a_row_that_somebody_holds_is_looked_at_again_soon(
     assert worker.run_once() == 0
     soon = "id, due_at < UTC_TIMESTAMP(6) + INTERVAL 1 MINUTE AS soon"
     assert [row.soon for row in outbox_rows(engine, soon)] == [0, 1, 1]
+
+
+def test_with_an_open_circuit_the_poller_probes_before_it_claims_anything(
+    producer: Relay, engine: Engine, make_relay: Any, own_redis: Any, facts: Facts
+) -> None:
+    """Z4: a backlog must not be claimed and given back all the outage long."""
+    worker: Relay = make_relay(engine, [], worker=False, redis_url=own_redis.url, probe_base=60.0, probe_cap=60.0)
+    record(producer, engine, "A", 2)
+    own_redis.kill()
+    worker._circuit.open("Redis was killed")
+    assert worker.run_once() == 0
+    assert facts.of(Claimed) == []
+    own_redis.start()
+    assert worker.run_once() == 2
