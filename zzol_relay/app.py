@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import functools
+import dataclasses
 import logging
 import os
 import socket
@@ -26,23 +26,19 @@ from zzol_relay.core.observer import Observer, Observers
 from zzol_relay.relay.after_commit import AfterCommit, Settler
 from zzol_relay.relay.circuit import Circuit
 from zzol_relay.relay.delivery import Delivery
-from zzol_relay.relay.forks import begin_anew_after_fork
 from zzol_relay.relay.health import Health, Vitals
-from zzol_relay.relay.migration import migrate
 from zzol_relay.relay.recorder import Recorder, complete
-from zzol_relay.relay.status import RelayStatus
 from zzol_relay.relay.tools import operator_tools
 from zzol_relay.relay.upkeep import Cleanup, Recovery
 from zzol_relay.relay.worker import Worker
 from zzol_relay.scheduler import Daily, Duty, Scheduler
-from zzol_relay.settings import Settings, Stream, by_name
+from zzol_relay.settings import Settings, Stream
 from zzol_relay.store.claims import ClaimStore
 from zzol_relay.store.database import Database
 from zzol_relay.store.gauges import Backlog, GaugeStore
 from zzol_relay.store.outbox import OutboxStore, OutboxWriter
-from zzol_relay.store.upkeep import UpkeepStore
+from zzol_relay.store.upkeep import Instance, UpkeepStore
 from zzol_relay.streams.direct import DirectPublisher
-from zzol_relay.streams.direct_sync import SyncPublisher
 from zzol_relay.streams.keys import stream_keys
 from zzol_relay.streams.publisher import ScriptPublisher
 from zzol_relay.streams.tail import Listener, Tail
@@ -52,6 +48,18 @@ from zzol_relay.version import __version__
 __all__ = ["Relay", "RelayStatus", "migrate"]
 
 _log = logging.getLogger("zzol_relay")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RelayStatus:
+    """What stands where now. ``loops`` maps each loop of this process to the seconds since it last finished."""
+
+    backlog: Backlog
+    circuit: str
+    loops: dict[str, float]
+    counters: dict[str, int]
+    instances: list[Instance]
+    health: Health
 
 
 class Relay:
@@ -70,7 +78,7 @@ class Relay:
     from it. ``streams`` are those that this process records to (none for a bare worker). ``settings`` or ``options``
     (names of ``Settings``) override the environment. ``worker`` says whether the fallback scheduler runs in this
     process too; any number of processes may run it. Nothing connects before ``start()``, and ``start()`` does not
-    fail because MySQL or Redis is away. In a forked child the relay is as new: see ``after_fork``. In asyncio use
+    fail because MySQL or Redis is away. One relay belongs to one process: after a fork, make another. In asyncio use
     ``async with relay``; ``record()`` and ``commit()`` of a synchronous session then belong in ``asyncio.to_thread``.
     """
 
@@ -88,21 +96,15 @@ class Relay:
         if settings is not None and options:
             raise ConfigurationError("give settings or single options, not both")
         self.settings = settings or Settings.load(**options)
-        self._given_name = name
-        self._call_myself()
-        self._streams = by_name(streams)
+        self.name = name or f"{socket.gethostname()}:{os.getpid()}"
+        self._id = uuid.uuid4().bytes
+        self._streams = _by_name(streams)
         self._counters = Counters()
         self._observers = Observers((self._counters, *observers))
         self._role = "worker" if worker and not self._streams else "app+worker" if worker else "app"
         self._state_lock = threading.Lock()
         self._state: Literal["new", "started", "stopped"] = "new"
         self._wire(engine, worker)
-        self._rewire = functools.partial(self._wire, engine, worker)
-        begin_anew_after_fork(self)
-
-    def _call_myself(self) -> None:
-        self.name = self._given_name or f"{socket.gethostname()}:{os.getpid()}"
-        self._id = uuid.uuid4().bytes
 
     def _wire(self, engine: Engine | AsyncEngine | str, worker: bool) -> None:
         settings, observe = self.settings, self._observers
@@ -164,7 +166,6 @@ class Relay:
         self._vitals = Vitals(GaugeStore(self._database), self._upkeep, self._id, allowances)
         observe.add(self._vitals.pulse)
         self._direct = DirectPublisher(settings, self._streams, fill, observe)
-        self._direct_sync = SyncPublisher(settings, self._streams, fill, observe)
         self._tails: weakref.WeakSet[Tail] = weakref.WeakSet()
         self.dead_letters, self.events, self.republish = operator_tools(
             self._database, self._store, self._publisher, settings, self.wake
@@ -208,30 +209,8 @@ class Relay:
             except Exception:
                 _log.warning("could not sign off from relay_instance", exc_info=True)
         self._publisher.close()
-        self._direct_sync.close()
         self._database.dispose()
         _log.info("relay stopped", extra={"relay": self.name})
-
-    def after_fork(self) -> None:
-        """Begin anew in a forked child; Python calls this by itself, before ``os.fork()`` returns there.
-
-        The child's relay has an identity and connections of its own, hears no more of the parent's, and is not
-        started: what it records is left to the pollers at once, until ``start()`` is called there. A stopped one stays
-        stopped. The application's own engine is not touched: ``engine.dispose(close=False)`` is the child's to call.
-        """
-        if self._state == "stopped":
-            return
-        was, self._state = self._state, "new"
-        self._state_lock = threading.Lock()
-        for own in (self._counters, self._vitals.pulse):
-            self._observers.remove(own)
-        self._counters = Counters()
-        self._observers.add(self._counters)
-        self._call_myself()
-        self._database.dispose(close=False)
-        self._rewire()
-        if was == "started":
-            _log.info("forked; this process's relay is not started", extra={"relay": self.name})
 
     def __enter__(self) -> Self:
         return self.start()
@@ -293,14 +272,6 @@ class Relay:
     def publish_soon(self, event: Event) -> Event:
         """As ``publish``, without waiting: returns the completed event; a later failure is only logged."""
         return self._direct.publish_soon(event)
-
-    def publish_sync(self, event: Event, *, once: bool = False) -> str:
-        """As ``publish``, for synchronous applications: blocks until Redis has answered. Any thread may call it.
-
-        With ``once=True`` Redis remembers ``event.event_id``, which must be given, for ``dedup_window``: the call may
-        be repeated after any ``BrokerError``, and returns the entry id of the first that succeeded.
-        """
-        return self._direct_sync.publish(event, once=once)
 
     def tail(self, stream: str, *listeners: Listener) -> Tail:
         """A reader of the live end of ``stream``: ``async with relay.tail("room", listener):``, or its ``start()`` and
@@ -410,3 +381,24 @@ class Relay:
         self._publisher.probe()
         # Whether Redis is still the same is asked before anything is sent to it.
         self._learn()
+
+
+def migrate(engine: Engine | AsyncEngine | str, *, settings: Settings | None = None, **options: Any) -> tuple[str, ...]:
+    """Create or update the relay's tables, as ``zzol-relay migrate`` does; returns the revisions applied, if any.
+
+    Safe to run in several processes at once, and again after a crash. Raises ``SchemaError`` where another process
+    has been at it for a minute, and what SQLAlchemy raises.
+    """
+    # Here, so that only who migrates pays for Alembic.
+    from zzol_relay.store.migrate import upgrade
+
+    return upgrade(engine, settings or Settings.load(**options))
+
+
+def _by_name(streams: Iterable[Stream]) -> dict[str, Stream]:
+    named: dict[str, Stream] = {}
+    for stream in streams:
+        if stream.name in named:
+            raise ConfigurationError(f"stream {stream.name!r} is declared twice")
+        named[stream.name] = stream
+    return named

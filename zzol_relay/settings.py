@@ -10,7 +10,7 @@ import difflib
 import os
 import re
 import zoneinfo
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -19,7 +19,7 @@ from msgspec import Meta
 
 from zzol_relay.core.errors import ConfigurationError
 
-__all__ = ["ENV_PREFIX", "Settings", "Stream", "by_name", "mask_url"]
+__all__ = ["ENV_PREFIX", "Settings", "Stream", "mask_url"]
 
 ENV_PREFIX = "ZZOL_"
 
@@ -61,16 +61,6 @@ class Stream(msgspec.Struct, frozen=True, kw_only=True):
                 msgspec.convert(getattr(self, name), kind)
             except msgspec.ValidationError as error:
                 raise ConfigurationError(f"stream {self.name!r}: {name}: {error}") from None
-
-
-def by_name(streams: Iterable[Stream]) -> dict[str, Stream]:
-    """The streams, each name once; raises ``ConfigurationError`` for one declared twice."""
-    named: dict[str, Stream] = {}
-    for stream in streams:
-        if stream.name in named:
-            raise ConfigurationError(f"stream {stream.name!r} is declared twice")
-        named[stream.name] = stream
-    return named
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

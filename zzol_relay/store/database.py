@@ -164,9 +164,9 @@ class Database:
                 time.sleep(self._random.uniform(0.001, 0.01) * attempt)
         raise AssertionError("unreachable")
 
-    def dispose(self, *, close: bool = True) -> None:
-        """Close the pool's idle connections; ``close=False``: only forget them, since they are a parent process's."""
-        self.engine.dispose(close=close)
+    def dispose(self) -> None:
+        """Close the pool's idle connections."""
+        self.engine.dispose()
 
 
 def _prepare_sqlite(connection: Any, record: Any) -> None:
